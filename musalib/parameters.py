@@ -22,7 +22,11 @@ PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 INJECTED = "# Parameters"  # first line of the cell that Papermill adds
 
 
-class ParameterError(ValueError):
+class UsageError(ValueError):
+    """Asked for in a way that cannot work; the message says what to do instead."""
+
+
+class ParameterError(UsageError):
     """A parameter that does not exist, is missing or has the wrong type."""
 
 

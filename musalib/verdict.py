@@ -41,7 +41,9 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if self.kind not in CATEGORIES:
-            raise ValueError(f"unknown verdict category {self.category!r}; allowed: {', '.join(CATEGORIES)} (with an optional ':what')")
+            raise ValueError(
+                f"unknown verdict category {self.category!r}; allowed: {', '.join(CATEGORIES)} (with an optional ':what')"
+            )
         if self.q is not None and not 0.0 <= self.q <= 1.0:
             raise ValueError(f"q is the share of trials passed and must lie in [0, 1], got {self.q}")
 

@@ -1,0 +1,6 @@
+"""MooreEval: a verifier that builds, runs, judges and times native kernels outside the judge's process."""
+
+from musalib.mooreeval.evaluator import EvalConfig, MooreEval
+from musalib.mooreeval.feedback import feedback
+
+__all__ = ["EvalConfig", "MooreEval", "feedback"]
