@@ -18,7 +18,7 @@ help:
 	@echo "make check    lint and fast tests, under a minute"
 	@echo "make figures  redraw figures/"
 	@echo "make lab      open the notebooks in JupyterLab"
-	@echo "make bench    compare MooreEval's builds with plain load_inline"
+	@echo "make bench    measure what benchmarks/ holds"
 
 setup: $(STAMP)
 
@@ -47,3 +47,6 @@ figures: setup
 
 lab: setup
 	$(BIN)/jupyter lab notebooks
+
+bench: setup
+	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python $$script || exit 1; done

@@ -78,6 +78,14 @@ class Built:
     cpu_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Refused:
+    """What the light header's compiler said: which of the group, and symbols that nothing defines."""
+
+    blamed: set[int]
+    undefined: list[str]
+
+
 class Builder:
     """Thread-safe; results are kept for the life of the builder, so that a duplicate source is built once."""
 
@@ -87,6 +95,7 @@ class Builder:
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._running: dict[str, threading.Event] = {}
+        self._symbols: dict[str, bool] = {}  # undefined in a plain build as well
 
     # -- one request ------------------------------------------------------------------------------------------------
     def build(self, request: BuildRequest) -> Built:
@@ -140,6 +149,8 @@ class Builder:
             light = self._light([request], work)
             if isinstance(light, dict):
                 return light[request.key]
+            if symbol := self._missing_symbol(light, work):
+                return Built("oracle", category="compile_error:link", error=f"undefined symbol: {symbol}")
         return self._full(request, work)
 
     # -- many requests ----------------------------------------------------------------------------------------------
@@ -167,7 +178,7 @@ class Builder:
                     light = self._light(alive, Path(name)) if alive else {}
                     if isinstance(light, dict):
                         break
-                    alive = [r for i, r in enumerate(alive) if i not in light] if light else []
+                    alive = [r for i, r in enumerate(alive) if i not in light.blamed] if light.blamed else []
                 else:
                     return
                 for _ in range(8):
@@ -186,8 +197,8 @@ class Builder:
                 return
 
     # -- compilers --------------------------------------------------------------------------------------------------
-    def _light(self, group: list[BuildRequest], work: Path) -> dict[str, Built] | set[int]:
-        """Compile the group against the light header: results by key, or the indices that the compiler blamed."""
+    def _light(self, group: list[BuildRequest], work: Path) -> dict[str, Built] | Refused:
+        """Compile the group against the light header: results by key, or who was to blame."""
         include = self.toolchain.prepare_light(group[0].optimisation)
         lines, symbols = ["#include <torch/extension.h>"], []
         for index, request in enumerate(group):
@@ -203,14 +214,27 @@ class Builder:
         (work / "light.cpp").write_text("\n".join(lines) + "\n", encoding="utf-8")
         target = work / "light.so"
         flags = [*LIGHT_FLAGS, *group[0].cflags, "-w", f"-I{include}", f"-I{Path(__file__).parent / 'native/light'}"]
-        link = ["-shared", "-fvisibility=hidden", f"-L{self.toolchain.folder}", "-l:musa_shim.so", "-Wl,--no-undefined"]
+        link = ["-shared", "-fvisibility=hidden", f"-L{self.toolchain.folder}", "-l:musa_shim.so", "-Wl,--no-undefined", "-Wl,--no-demangle"]
         done = self.toolchain.run([*flags, "light.cpp", "-o", str(target), *link], self.timeout_s, work)
         if done.returncode == 0:
             final = self.folder / f"{group[0].key}-{len(group)}.so"
             shutil.move(target, final)
             return {r.key: Built("light", final, names) for r, names in zip(group, symbols, strict=True)}
         blamed = {int(m) for m in re.findall(r"^[ke](\d+):\d+", done.stderr, re.MULTILINE)}
-        return blamed | {int(m) for m in re.findall(r"musa_k(\d+)_::|musa_bind_(\d+)", done.stderr) for m in m if m}
+        blamed |= {int(m) for m in re.findall(r"\d+musa_k(\d+)_", done.stderr)}
+        return Refused(blamed, sorted(set(re.findall(r"undefined reference to [`']([A-Za-z_]\w*)'", done.stderr))))
+
+    def _missing_symbol(self, refused: Refused, work: Path) -> str | None:
+        """A symbol that a plain build lacks too: the extension would compile there and fail to load."""
+        for symbol in refused.undefined:
+            if symbol not in self._symbols:
+                (work / "symbol.cpp").write_text(f'extern "C" void {symbol}();\nvoid* musa_probe() {{ return (void*)&{symbol}; }}\n')
+                arguments = ["-w", "-fPIC", "symbol.cpp", "-o", "symbol.so", "-fopenmp", *self.toolchain.full_link_flags, "-Wl,--no-undefined"]
+                done = self.toolchain.run(arguments, self.timeout_s, work)
+                self._symbols[symbol] = "undefined reference" in done.stderr
+            if self._symbols[symbol]:
+                return _demangle(symbol)
+        return None
 
     def _oracle(self, group: list[BuildRequest], work: Path) -> str | None:
         """Parse against the real headers; None when clean, else the compiler's first error.
@@ -256,6 +280,11 @@ def _binding(request: BuildRequest) -> list[str]:
     bind = (lambda f: f"torch::wrap_pybind_function({f})") if request.error_handling else (lambda f: f)
     body = [f'm.def("{f}", {bind(f)}, "{f}");' for f in request.functions]
     return ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *body, "}"]
+
+
+def _demangle(symbol: str) -> str:
+    done = subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=False) if shutil.which("c++filt") else None
+    return done.stdout.strip() if done and done.stdout.strip() else symbol
 
 
 def tidy(text: str) -> str:

@@ -105,7 +105,7 @@ def _file_scope(node: Node, out: CppScan) -> None:
 UNSHARED = {
     "preproc_def", "preproc_function_def", "preproc_call", "preproc_if", "preproc_ifdef", "preproc_include", "asm_statement",
     "gnu_asm_expression", "attribute_specifier", "attribute_declaration", "template_declaration", "class_specifier",
-    "struct_specifier", "union_specifier", "enum_specifier", "lambda_expression", "using_declaration", "linkage_specification",
+    "struct_specifier", "union_specifier", "enum_specifier", "using_declaration", "linkage_specification",
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 The base policy stands in for a pretrained model whose kernel knowledge is unreliable: in its corpus every
 operator is written wrongly with the share `wrong_share`, always by a mistake seen in real candidates (min for
-max, a missing sign, `0.0` for `0.0f` in std::max, CUDA intrinsics on a CPU, a function that does not exist).
+max, a missing sign, `0.0` for `0.0f` in std::max, a CUDA intrinsic on a CPU, a function that does not exist).
 Lines act on the float `v` (and `u`, the element of a second input). `wrong_share_table()` prints the shares.
 """
 
@@ -54,20 +54,20 @@ POINTWISE = [
                ["v > 0.0f ? v : 0.01f * v", "std::max(v, 0.1 * v)", "v < 0.0f ? v : 0.1f * v"]),
     _pointwise("sigmoid", "torch.sigmoid(x)", 0.55,
                ["1.0f / (1.0f + std::exp(-v))", "0.5f * (1.0f + std::tanh(0.5f * v))"],
-               ["1.0f / (1.0f + std::exp(v))", "1.0f / (1.0f + __expf(-v))", "sigmoid(v)"]),
+               ["1.0f / (1.0f + std::exp(v))", "1.0f / (1.0f - std::exp(-v))", "sigmoid(v)"]),
     _pointwise("tanh", "torch.tanh(x)", 0.4,
                ["std::tanh(v)", "1.0f - 2.0f / (std::exp(2.0f * v) + 1.0f)"],
-               ["1.0f - 2.0f / (std::exp(v) + 1.0f)", "__tanhf(v)", "std::sinh(v)"]),
+               ["1.0f - 2.0f / (std::exp(v) + 1.0f)", "tanh_approx(v)", "std::sinh(v)"]),
     _pointwise("exp", "torch.exp(x)", 0.4,
                ["std::exp(v)", "expf(v)"],
-               ["__expf(v)", "std::exp2(v)", "std::exp(-v)"]),
+               ["std::exp2(v)", "std::exp(-v)", "std::exp(v) - 1.0f"]),
     _pointwise("silu", "F.silu(x)", 0.6,
                ["v / (1.0f + std::exp(-v))", "v * (1.0f / (1.0f + std::exp(-v)))"],
                ["v / (1.0f + std::exp(v))", "1.0f / (1.0f + std::exp(-v))", "v * sigmoid(v)"]),
     _pointwise("softplus", "F.softplus(x)", 0.6,
                ["v > 20.0f ? v : std::log1p(std::exp(v))",
                 "std::max(v, 0.0f) + std::log1p(std::exp(-std::abs(v)))"],
-               ["std::log(std::exp(v))", "std::log1p(std::exp(-v))", "log1pf(__expf(v))"]),
+               ["std::log(std::exp(v))", "std::log1p(std::exp(-v))", "log1p_exp(v)"]),
     _pointwise("gelu", "F.gelu(x)", 0.6,
                ["0.5f * v * (1.0f + std::erf(v * 0.70710678f))",
                 "v * 0.5f * std::erfc(-v * 0.70710678f)"],
@@ -86,19 +86,19 @@ POINTWISE = [
                ["std::sqrt(v)", "std::abs(std::sqrt(v))", "1.0f / std::sqrt(std::abs(v))"]),
     _pointwise("log1p_abs", "torch.log1p(torch.abs(x))", 0.5,
                ["std::log1p(std::abs(v))", "std::log(1.0f + std::fabs(v))"],
-               ["std::log(std::abs(v))", "std::log2(1.0f + std::abs(v))", "__logf(1.0f + std::abs(v))"]),
+               ["std::log(std::abs(v))", "std::log2(1.0f + std::abs(v))", "log1p_abs(v)"]),
     _pointwise("sin", "torch.sin(x)", 0.35,
                ["std::sin(v)", "sinf(v)"],
-               ["std::sinh(v)", "__sinf(v)", "std::cos(v)"]),
+               ["std::sinh(v)", "v - v * v * v / 6.0f", "std::cos(v)"]),
     _pointwise("cos", "torch.cos(x)", 0.35,
                ["std::cos(v)", "cosf(v)"],
-               ["std::cosh(v)", "__cosf(v)", "std::sin(v)"]),
+               ["std::cosh(v)", "1.0f - 0.5f * v * v", "std::sin(v)"]),
     _pointwise("clamp", "torch.clamp(x, -1.0, 1.0)", 0.5,
                ["std::min(std::max(v, -1.0f), 1.0f)", "std::clamp(v, -1.0f, 1.0f)"],
-               ["std::max(std::min(v, -1.0f), 1.0f)", "std::clamp(v, -1, 1)", "std::min(v, 1.0f)"]),
+               ["std::max(std::min(v, -1.0f), 1.0f)", "std::clamp(v, -1, 1)", "std::max(v, 1.0f)"]),
     _pointwise("elu", "F.elu(x)", 0.55,
                ["v > 0.0f ? v : std::expm1(v)", "v > 0.0f ? v : std::exp(v) - 1.0f"],
-               ["v > 0.0f ? v : std::exp(v)", "v > 0.0f ? v : 1.0f - std::exp(v)", "v > 0.0f ? v : __expf(v) - 1.0f"]),
+               ["v > 0.0f ? v : std::exp(v)", "v > 0.0f ? v : 1.0f - std::exp(v)", "v > 0.0f ? v : v * std::exp(v)"]),
     _pointwise("softsign", "F.softsign(x)", 0.5,
                ["v / (1.0f + std::abs(v))", "v / (1.0f + std::fabs(v))"],
                ["v / (1.0f + v * v)", "1.0f / (1.0f + std::abs(v))", "v / 1.0f + std::abs(v)"]),
