@@ -89,10 +89,10 @@ PROFILES = {
         Profile(
             "smoke",
             publish=False,
-            base_samples=300,
+            base_samples=1000,
             base_dialogues=20,
             base_checked=10,
-            base_steps=30,
+            base_steps=250,
             sft_samples=24,
             sft_steps=4,
             rft_tasks=8,

@@ -6,9 +6,18 @@ import random
 
 import pytest
 
+from musalib.mooreeval import EvalConfig, MooreEval
 from musalib.synthesis import corpora
 from musalib.synthesis.operators import OPERATORS, wrong_share_table
-from musalib.synthesis.teacher import STRUCTURES, draft, render, revise, write_candidate, write_unreliable
+from musalib.synthesis.teacher import (
+    STRUCTURES,
+    Draft,
+    draft,
+    render,
+    revise,
+    write_candidate,
+    write_unreliable,
+)
 from musalib.synthesis.workloads import (
     SPLITS,
     Program,
@@ -141,7 +150,7 @@ def test_share_table_lists_every_operator():
 
 
 class TextJudge:
-    """Stand-in verifier for the file logic only: calls a text correct when it holds no CUDA intrinsic."""
+    """Stand-in verifier for the file logic only: refuses a text that calls a function which does not exist."""
 
     def __init__(self):
         self.calls = 0
@@ -149,12 +158,15 @@ class TextJudge:
     def verify_many(self, jobs):
         for _, text in jobs:
             self.calls += 1
-            wrong = "__" in text.split("class ModelNew")[0]
             yield (
-                Verdict("compile_error:cpp", detail="'__expf' was not declared")
-                if wrong
-                else Verdict("ok", q=1.0)
+                Verdict("compile_error:cpp", detail="not declared") if invents(text) else Verdict("ok", q=1.0)
             )
+
+
+def invents(text):
+    return any(
+        name in text for name in ("= relu(v)", "sigmoid(v)", "= gelu(v)", "absolute(v)", "tanh_approx(v)")
+    )
 
 
 def test_build_data_is_resumable_and_reproducible(tmp_path):
@@ -186,4 +198,27 @@ def test_dialogues_hold_the_verifiers_own_words(tmp_path):
     for record in records:
         roles = [message["role"] for message in record["prompt"]]
         assert roles == ["user", "assistant", "user"]
-        assert "__" in record["prompt"][1]["content"] and "__expf" in record["prompt"][2]["content"]
+        assert invents(record["prompt"][1]["content"]) and "not declared" in record["prompt"][2]["content"]
+
+
+@pytest.mark.slow
+def test_verifier_accepts_the_teacher_and_refuses_each_wrong_line():
+    """The real verifier on every operator once: one right and one wrong text, each alone in its program."""
+    programs = {
+        "unary": lambda name: Program("x", (name,)),
+        "binary": lambda name: Program("xy", (name,)),
+        "tail": lambda name: Program("x", (), name),
+        "matmul": lambda name: Program("matmul", ()),
+    }
+    rng = random.Random(0)
+    jobs, expected = [], []
+    for name, operator in OPERATORS.items():
+        program = programs[operator.kind](name)
+        for text, right in ((rng.choice(operator.right), True), (rng.choice(operator.wrong), False)):
+            jobs.append((task_of(program), render(program, Draft(rng.choice(STRUCTURES), (text,), (right,)))))
+            expected.append(right)
+    with MooreEval("cpu", EvalConfig(trials=2, timing=False, seed=0)) as evaluator:
+        verdicts = list(evaluator.verify_many(jobs))
+    for (task, _), verdict, right in zip(jobs, verdicts, expected, strict=True):
+        assert verdict.success == right, f"{task.id}: {verdict.category} {verdict.detail}"
+        assert right or verdict.kind in ("compile_error", "correctness_error")

@@ -214,7 +214,7 @@ class Builder:
         (work / "light.cpp").write_text("\n".join(lines) + "\n", encoding="utf-8")
         target = work / "light.so"
         flags = [*LIGHT_FLAGS, *group[0].cflags, "-w", f"-I{include}", f"-I{Path(__file__).parent / 'native/light'}"]
-        link = ["-shared", "-fvisibility=hidden", f"-L{self.toolchain.folder}", "-l:musa_shim.so", "-Wl,--no-undefined", "-Wl,--no-demangle"]
+        link = ["-shared", f"-L{self.toolchain.folder}", "-l:musa_shim.so", "-Wl,--no-undefined", "-Wl,--no-demangle"]
         done = self.toolchain.run([*flags, "light.cpp", "-o", str(target), *link], self.timeout_s, work)
         if done.returncode == 0:
             final = self.folder / f"{group[0].key}-{len(group)}.so"

@@ -391,7 +391,7 @@ class _Examination:
         except JobError as error:
             return self._failed(error, "a timed call", q)
         self.evidence["timing"] = timing.__dict__
-        if timing.speedup > self.config.speedup_cap:
+        if timing.low > self.config.speedup_cap:
             self.findings.append(Finding("excessive_speedup", f"{timing.speedup:.0f}x is beyond the cap of {self.config.speedup_cap:g}x", "timing"))
             return self._cheating(True, q)
         return self._verdict("ok", compiled=True, correct=True, legal=True, q=q, speedup=timing.speedup)

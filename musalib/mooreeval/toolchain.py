@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
-LIGHT_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp")
+LIGHT_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden")
 OPTIMISATION = ("", "-O0", "-O1", "-O2", "-O3", "-Ofast")  # each has its own precompiled light header
 
 
@@ -115,10 +116,20 @@ class Toolchain:
         return frozenset((self.shared / "header_names.txt").read_text().split())
 
     def run(self, arguments: list[str], timeout_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.compiler, *arguments], cwd=cwd, env=compiler_environment(), capture_output=True, text=True,
-            errors="replace", timeout=timeout_s, stdin=subprocess.DEVNULL, check=False,
+        """One compiler call. At the deadline the driver and its children (cc1plus, as, ld) die together."""
+        command = [self.compiler, *arguments]
+        process = subprocess.Popen(
+            command, cwd=cwd, env=compiler_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def prepare(self, say: Callable[[str], None] = lambda line: None) -> Toolchain:
         """Build what is missing. Safe to call from several processes; each step is replaced atomically."""

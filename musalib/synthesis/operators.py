@@ -2,7 +2,7 @@
 
 The base policy stands in for a pretrained model whose kernel knowledge is unreliable: in its corpus every
 operator is written wrongly with the share `wrong_share`, always by a mistake seen in real candidates (min for
-max, a missing sign, `0.0` for `0.0f` in std::max, a CUDA intrinsic on a CPU, a function that does not exist).
+max, a missing sign, `0.0` for `0.0f` in std::max, CUDA intrinsics on a CPU, a function that does not exist).
 Lines act on the float `v` (and `u`, the element of a second input). `wrong_share_table()` prints the shares.
 """
 
@@ -54,13 +54,13 @@ POINTWISE = [
                ["v > 0.0f ? v : 0.01f * v", "std::max(v, 0.1 * v)", "v < 0.0f ? v : 0.1f * v"]),
     _pointwise("sigmoid", "torch.sigmoid(x)", 0.55,
                ["1.0f / (1.0f + std::exp(-v))", "0.5f * (1.0f + std::tanh(0.5f * v))"],
-               ["1.0f / (1.0f + std::exp(v))", "1.0f / (1.0f - std::exp(-v))", "sigmoid(v)"]),
+               ["1.0f / (1.0f + std::exp(v))", "1.0f / (1.0f + __expf(-v))", "sigmoid(v)"]),
     _pointwise("tanh", "torch.tanh(x)", 0.4,
                ["std::tanh(v)", "1.0f - 2.0f / (std::exp(2.0f * v) + 1.0f)"],
                ["1.0f - 2.0f / (std::exp(v) + 1.0f)", "tanh_approx(v)", "std::sinh(v)"]),
     _pointwise("exp", "torch.exp(x)", 0.4,
                ["std::exp(v)", "expf(v)"],
-               ["std::exp2(v)", "std::exp(-v)", "std::exp(v) - 1.0f"]),
+               ["__expf(v)", "std::exp2(v)", "std::exp(-v)"]),
     _pointwise("silu", "F.silu(x)", 0.6,
                ["v / (1.0f + std::exp(-v))", "v * (1.0f / (1.0f + std::exp(-v)))"],
                ["v / (1.0f + std::exp(v))", "1.0f / (1.0f + std::exp(-v))", "v * sigmoid(v)"]),

@@ -7,7 +7,6 @@ alone. That makes RFT's random target per epoch reproducible, and a killed run c
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import random
 import warnings
@@ -26,6 +25,8 @@ from musalib.training.checkpoints import (
     check_same_settings,
     checkpoint_step,
     cut_events,
+    digest,
+    fingerprint,
     newest_checkpoint,
     seal,
 )
@@ -217,5 +218,5 @@ def stage_settings(
     config: Any, records: Sequence[Mapping[str, Any]], policy_dir: str | Path
 ) -> dict[str, Any]:
     """What a stage folder belongs to: settings, a digest of the data, the start policy."""
-    digest = hashlib.sha256(json.dumps(list(records), sort_keys=True).encode()).hexdigest()
-    return {**dataclasses.asdict(config), "policy": Path(policy_dir).name, "records_sha256": digest}
+    records_digest = digest(list(records))
+    return {**dataclasses.asdict(config), "policy": fingerprint(policy_dir), "records": records_digest}

@@ -28,7 +28,9 @@
 
 #include "../../abi.h"
 
+// Inline namespaces give these types their own linker names: libtorch, loaded in the same process, has others.
 namespace c10 {
+inline namespace musa_abi {
 enum class ScalarType : int8_t { Byte, Char, Short, Int, Long, Half, Float, Double, ComplexHalf, ComplexFloat, ComplexDouble, Bool };
 
 class Error : public std::exception {
@@ -78,9 +80,11 @@ class IntArrayRef {
   const int64_t* data_ = nullptr;
   size_t size_ = 0;
 };
+}  // namespace musa_abi
 }  // namespace c10
 
 namespace at {
+inline namespace musa_abi {
 using c10::IntArrayRef;
 using c10::ScalarType;
 constexpr ScalarType kByte = ScalarType::Byte, kChar = ScalarType::Char, kShort = ScalarType::Short, kInt = ScalarType::Int,
@@ -182,9 +186,11 @@ inline Tensor zeros(IntArrayRef s, TensorOptions o = kFloat) { return musa_make(
 inline Tensor ones(IntArrayRef s, TensorOptions o = kFloat) { return musa_make(s, o, 1); }
 inline Tensor empty_like(const Tensor& t) { return Tensor::own(::musa_new_like(t.musa_handle(), -1)); }
 inline Tensor zeros_like(const Tensor& t) { return Tensor::own(::musa_new_like(t.musa_handle(), 0)); }
+}  // namespace musa_abi
 }  // namespace at
 
 namespace torch {
+inline namespace musa_abi {
 using at::empty;
 using at::empty_like;
 using at::IntArrayRef;
@@ -204,6 +210,7 @@ using at::kDouble;
 using at::kBool;
 constexpr ScalarType kUInt8 = at::kByte, kInt8 = at::kChar, kInt16 = at::kShort, kInt32 = at::kInt, kInt64 = at::kLong, kFloat32 = at::kFloat, kFloat64 = at::kDouble;
 constexpr ScalarType kF32 = at::kFloat, kF64 = at::kDouble;
+}  // namespace musa_abi
 }  // namespace torch
 
 #define TORCH_CHECK(cond, ...) \
