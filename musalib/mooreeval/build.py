@@ -17,6 +17,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -89,8 +90,9 @@ class Refused:
 class Builder:
     """Thread-safe; results are kept for the life of the builder, so that a duplicate source is built once."""
 
-    def __init__(self, toolchain: Toolchain, folder: Path, timeout_s: float = 120.0) -> None:
-        self.toolchain, self.folder, self.timeout_s = toolchain, folder, timeout_s
+    def __init__(self, toolchain: Toolchain, folder: Path, timeout_s: float = 120.0, plain: bool = False) -> None:
+        """`plain`: every build through torch's own load_inline, for comparison."""
+        self.toolchain, self.folder, self.timeout_s, self.plain = toolchain, folder, timeout_s, plain
         self.done: dict[str, Built] = {}
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -142,6 +144,8 @@ class Builder:
             for name in cpp_source.scan(part).includes:
                 if name.startswith(("/", ".")) or ".." in name or "../" in name:
                     return Built("none", category="compile_error:missing_header", error=f"fatal error: {name}: No such file or directory")
+        if self.plain:
+            return self._plain(request, work)
         error = self._oracle([request], work)
         if error is not None:
             return Built("oracle", category="compile_error:cpp", error=error)
@@ -156,7 +160,7 @@ class Builder:
     # -- many requests ----------------------------------------------------------------------------------------------
     def prefetch(self, requests: Iterable[BuildRequest]) -> None:
         """Build what may share a translation unit; the rest is left to `build`. Never fails."""
-        fresh = {r.key: r for r in requests if r.key not in self.done and self._may_share(r)}
+        fresh = {r.key: r for r in requests if not self.plain and r.key not in self.done and self._may_share(r)}
         by_flags: dict[tuple[str, ...], list[BuildRequest]] = {}
         for request in fresh.values():
             by_flags.setdefault(request.cflags, []).append(request)
@@ -272,6 +276,15 @@ class Builder:
         final = self.folder / f"{request.key}-full.so"
         shutil.move(target, final)
         return Built("full", final, None)
+
+    def _plain(self, request: BuildRequest, work: Path) -> Built:
+        (work / "request.json").write_text(json.dumps(request.__dict__))
+        done = self.toolchain.run(["-m", "musalib.mooreeval.plain_build", str(work / "request.json"), str(work)], self.timeout_s, program=sys.executable)
+        if done.returncode != 0:
+            return Built("plain", category="compile_error:cpp", error=tidy(re.sub(r"(?m)^.*main\.cpp:", "k0:", done.stderr)))
+        final = self.folder / f"{request.key}-plain.so"
+        shutil.move(work / "musa_ext.so", final)
+        return Built("plain", final, None)
 
 
 def _binding(request: BuildRequest) -> list[str]:

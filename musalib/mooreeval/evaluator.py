@@ -57,6 +57,7 @@ class EvalConfig:
     seed: int | None = None  # None: fresh secret seeds; an int makes verdicts reproducible
     workers: int | None = None  # None: one per core
     store: str | Path | None = None  # file of the verdict store
+    build: str = "tiered"  # "plain": torch's own load_inline for every candidate, the baseline of the benchmarks
     isolate: bool = True
     memory_bytes: int = 16 << 30  # address space of one job
     reward: RewardConfig = RewardConfig()
@@ -67,6 +68,8 @@ class EvalConfig:
         for name in ("timeout_s", "build_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        if self.build not in ("tiered", "plain"):
+            raise ValueError(f"build must be 'tiered' or 'plain', got {self.build!r}")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be at least 1 or None, got {self.workers}")
 
@@ -172,7 +175,7 @@ class MooreEval:
     def _make_builder(self) -> Builder:
         with self._lock:
             if self._builder is None:
-                self._builder = Builder(self.toolchain.prepare(), self.folder, self.config.build_timeout_s)
+                self._builder = Builder(self.toolchain.prepare(), self.folder, self.config.build_timeout_s, self.config.build == "plain")
             return self._builder
 
     def _prefetch(self, jobs: list[tuple[Task, str | bytes]]) -> None:
@@ -211,7 +214,7 @@ class MooreEval:
         with contextlib.suppress(ExtractError):
             source = ["module", extract(response)]
         parts = [
-            task.source, task.tolerance, source, self.backend, c.trials, c.timeout_s, c.timing, c.speedup_cap, c.seed, repr(c.reward),
+            task.source, task.tolerance, source, self.backend, c.trials, c.timeout_s, c.timing, c.build, c.speedup_cap, c.seed, repr(c.reward),
             self.toolchain.folder.name, metadata.version("torch"), musalib.__version__, platform.node() if c.timing else None,
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode("utf-8", "backslashreplace")).hexdigest()

@@ -100,10 +100,19 @@ def _under_private(keep: list[Path]) -> list[Path]:
     return [p for p in inside if not any(q != p and p.is_relative_to(q) for q in inside)]
 
 
+def next_child_in_own_pid_namespace(home: int) -> None:
+    """The next fork gives the first process of a new process namespace. `home` is this process's own namespace.
+
+    Going home first lets one parent do this again and again.
+    """
+    _check(libc.setns(home, CLONE_NEWPID), "setns")
+    unshare(CLONE_NEWPID)
+
+
 def enter_job(isolation: str, keep: list[Path]) -> None:
     """First process of one job, already in its own process namespace: private /proc, /tmp and mounts."""
     if isolation == "namespaces":
-        mount("none", "/", None, MS_REC | MS_PRIVATE)
+        unshare(CLONE_NEWNS)
         mask_private_folders(keep, "1g")
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
 

@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
+BUILD_VERSION = "1"  # raise it when how the files below are built changes
 LIGHT_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden")
 OPTIMISATION = ("", "-O0", "-O1", "-O2", "-O3", "-Ofast")  # each has its own precompiled light header
 
@@ -69,10 +70,10 @@ class Toolchain:
             raise ToolchainError(f"no C++ compiler: {compiler!r} is not on PATH. Install g++ >= 11 (Debian: apt-get install g++) or set CXX")
         version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()[:1]
         digest = hashlib.sha256()
-        for part in (path, *version, metadata.version("torch"), sys.version, *LIGHT_FLAGS):
+        for part in (path, *version, metadata.version("torch"), sys.version, BUILD_VERSION, *LIGHT_FLAGS):
             digest.update(part.encode())
         shared = (root or cache_root()) / f"headers-{digest.hexdigest()[:16]}"
-        for source in (Path(__file__), *sorted(NATIVE.rglob("*.*"))):
+        for source in sorted(NATIVE.rglob("*.*")):
             digest.update(source.read_bytes())
         return cls(path, (root or cache_root()) / f"toolchain-{digest.hexdigest()[:16]}", shared)
 
@@ -115,9 +116,9 @@ class Toolchain:
         """Every identifier in the preprocessed real header: names a batched candidate must not define."""
         return frozenset((self.shared / "header_names.txt").read_text().split())
 
-    def run(self, arguments: list[str], timeout_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """One compiler call. At the deadline the driver and its children (cc1plus, as, ld) die together."""
-        command = [self.compiler, *arguments]
+    def run(self, arguments: list[str], timeout_s: float, cwd: Path | None = None, program: str | None = None) -> subprocess.CompletedProcess[str]:
+        """One call of the compiler (or of `program`). At the deadline the driver and its children (cc1plus, as, ld) die together."""
+        command = [program or self.compiler, *arguments]
         process = subprocess.Popen(
             command, cwd=cwd, env=compiler_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,

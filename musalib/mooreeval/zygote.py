@@ -1,8 +1,8 @@
 """A process that has imported torch once and forks one sandboxed child per job (`python -m musalib.mooreeval.zygote`).
 
 It never sees an expected output, never initialises a device and stays single-threaded, so a fork is safe and costs
-milliseconds where an import costs seconds. Per job it forks twice: the first child makes the process namespace and
-reports how its own child ended, over a descriptor that candidate code never holds.
+milliseconds where an import costs seconds. How a job ended is reported from here, over a descriptor that candidate
+code never holds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ def main() -> None:
 
 
 def serve(control: socket.socket, settings: dict, isolation: str) -> None:
+    """Fork on request and report each job's process number and end, until the judge closes the control channel."""
+    home = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    running: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, status descriptor)
     while True:
-        readable, _, _ = select.select([control], [], [], 0.5)
-        reap()
-        if not readable:
+        readable, _, _ = select.select([control, *running], [], [])
+        for handle in set(readable) & set(running):
+            report_end(*running.pop(handle), isolation)
+            os.close(handle)
+        if control not in readable:
             continue
         try:
             text, fds = wire.receive_fds(control, 2)
@@ -49,46 +54,37 @@ def serve(control: socket.socket, settings: dict, isolation: str) -> None:
             return
         if not text:  # the judge is gone
             return
-        if len(fds) != 2:
-            continue
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            supervise(fds[0], fds[1], settings, isolation)  # does not return
-        for fd in fds:
-            os.close(fd)
+        if len(fds) == 2:
+            start(fds[0], fds[1], home, running, settings, isolation)
 
 
-def reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def supervise(channel_fd: int, status_fd: int, settings: dict, isolation: str) -> None:
-    """Make the namespaces, fork the job, report its process number and its end. Never returns."""
-    code = 1
+def start(channel: int, status: int, home: int, running: dict[int, tuple[int, int]], settings: dict, isolation: str) -> None:
     try:
-        sandbox.die_with_parent()
         if isolation == "namespaces":
-            sandbox.unshare(sandbox.CLONE_NEWNS | sandbox.CLONE_NEWPID | sandbox.CLONE_NEWIPC)
+            sandbox.next_child_in_own_pid_namespace(home)
         pid = os.fork()
-        if pid == 0:
-            os.close(status_fd)
-            job(channel_fd, settings, isolation)
-        os.close(channel_fd)
-        os.write(status_fd, f"pid {pid}\n".encode())
-        _, status = os.waitpid(pid, 0)
-        if isolation == "plain":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        os.write(status_fd, f"end {status}\n".encode())
-        code = 0
-    except BaseException as error:
-        with contextlib.suppress(BaseException):
-            os.write(status_fd, f"fault {type(error).__name__}: {error}\n".encode())
-    finally:
-        os._exit(code)
+    except OSError as error:
+        os.write(status, f"fault {type(error).__name__}: {error}\n".encode())
+        os.close(status)
+        os.close(channel)
+        return
+    if pid == 0:
+        os.close(status)
+        job(channel, settings, isolation)  # does not return
+    os.close(channel)
+    with contextlib.suppress(OSError):
+        os.write(status, f"pid {pid}\n".encode())
+    running[os.pidfd_open(pid)] = (pid, status)
+
+
+def report_end(pid: int, status: int, isolation: str) -> None:
+    _, code = os.waitpid(pid, 0)
+    if isolation == "plain":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):  # the judge may not wait for it any more
+        os.write(status, f"end {code}\n".encode())
+    os.close(status)
 
 
 def job(channel_fd: int, settings: dict, isolation: str) -> None:

@@ -3,6 +3,7 @@
     tasks_{sft,rl,tune,final}.jsonl   task records
     base_corpus.jsonl                 UNVERIFIED single-turn answers and repair dialogues with real feedback
     sft_corpus.jsonl                  easy tasks only, no rare operator; every answer passed the verifier
+    wrong_shares.md                   how often each operator is written wrongly in the base corpus
     report.json                       counts, pass shares, disjointness
 
 A corpus record is {"task", "prompt", "completion", "verdict"}; `prompt` and `completion` are chat messages.
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from musalib.mooreeval import feedback
-from musalib.store import read_json, read_jsonl, write_json, write_jsonl
-from musalib.synthesis.operators import OPERATORS
+from musalib.store import read_json, read_jsonl, write_json, write_jsonl, write_text
+from musalib.synthesis.operators import OPERATORS, wrong_share_table
 from musalib.synthesis.teacher import Draft, draft, render, revise, write_candidate
 from musalib.synthesis.workloads import (
     DEPTH_WEIGHTS,
@@ -55,9 +56,7 @@ class DataConfig:
     base_dialogues: int = 600  # first answers verified for repair dialogues; the failed ones become dialogues
     patience: float = 0.5  # share of its wrong share that a wrong line keeps in the second answer
     base_checked: int = 200  # base answers verified for the report only
-    sft_max_wrong_share: float = (
-        0.4  # SFT covers operators that the base corpus gets wrong at most this often
-    )
+    sft_max_wrong_share: float = 0.4  # SFT covers operators that are wrong no more often than this
     sft_programs: int = 70
     sft_answers: int = 560  # in all, in turn over the programs, in random structures and spellings
     sft_depths: tuple[int, ...] = (1, 2)
@@ -109,6 +108,7 @@ def build_data(
         },
         "disjoint_by_composition": True,  # check_disjoint raised otherwise
     }
+    write_text(out_dir / "wrong_shares.md", wrong_share_table() + "\n")
     write_json(report_path, report)
     return read_json(report_path)
 

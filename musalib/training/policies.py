@@ -37,6 +37,7 @@ CHAT_TEMPLATE = (
 )
 LINE = r"[^\n]*\n|[^\n]+"
 SAMPLE_TEXTS = 1500  # texts read when looking for blocks
+MIN_LINE_COUNT = 4  # rarer lines (feedback with its numbers) are spelt out
 WORD_MERGES = 224  # merges for text inside unseen lines (feedback, numbers)
 
 
@@ -115,7 +116,9 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     room = vocab_size - len(specials) - 256 - WORD_MERGES
     if room < 0:
         raise ValueError(f"vocab_size must be at least {vocab_size - room}, got {vocab_size}")
-    ranked = sorted((piece for piece, count in pieces.items() if count > 1), key=lambda p: (-pieces[p], p))
+    ranked = sorted(
+        (piece for piece, count in pieces.items() if count >= MIN_LINE_COUNT), key=lambda p: (-pieces[p], p)
+    )
     lexicon = [_byte_text(piece) for piece in ranked[:room]]
     # merges are learnt on what the lexicon does not hold, plus each of its lines once
     rest = [
