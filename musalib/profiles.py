@@ -21,6 +21,9 @@ class Profile:
     policy: str = "tiny"  # "tiny" (trained from scratch) or a Hugging Face id
     backend: str = "cpu"
     publish: bool = True  # copy table and figure to figures/ at the end
+    threads: int = (
+        1  # of torch: a tiny model gains nothing from more, and one gives the same numbers everywhere
+    )
 
     # the tiny policy (ignored for any other)
     hidden: int = 128
@@ -36,19 +39,19 @@ class Profile:
     base_dialogues: int = 600
     base_checked: int = 200
     base_steps: int = 1200
-    base_batch: int = 16
+    base_batch: int = 32
     base_learning_rate: float = 3e-3
 
     # verified corpus and SFT
     sft_samples: int = 600
     sft_steps: int = 60
     sft_batch: int = 16
-    sft_learning_rate: float = 3e-4
+    sft_learning_rate: float = 2e-4
 
     # rejection sampling and RFT: light on purpose, so that RL has something left to do
-    rft_tasks: int = 200
+    rft_tasks: int = 250
     rft_samples: int = 8
-    rft_steps: int = 40
+    rft_steps: int = 60
     rft_batch: int = 16
     rft_learning_rate: float = 2e-4
 
@@ -92,13 +95,15 @@ PROFILES = {
             base_samples=2000,
             base_dialogues=20,
             base_checked=10,
-            base_steps=450,
-            sft_samples=40,
-            sft_steps=10,
-            rft_tasks=12,
+            base_steps=400,
+            base_batch=16,
+            sft_samples=80,
+            sft_steps=40,
+            sft_learning_rate=1e-3,
+            rft_tasks=24,
             rft_samples=8,
-            rft_steps=3,
-            rl_tasks=16,
+            rft_steps=10,
+            rl_tasks=40,
             rl_prompts=2,
             rl_group=4,
             rl_steps=2,
@@ -117,6 +122,7 @@ PROFILES = {
             missing="its prompts and the cuda backend",
             policy="HuggingFaceTB/SmolLM2-135M-Instruct",
             backend="cuda",
+            threads=8,
             max_length=4096,
             max_new_tokens=2048,
             publish=False,
@@ -126,6 +132,7 @@ PROFILES = {
             missing="the cluster launcher",
             policy="Qwen/Qwen3.5-9B",
             backend="cuda",
+            threads=8,
             max_length=32768,
             max_new_tokens=16384,
             publish=False,
@@ -135,6 +142,7 @@ PROFILES = {
             missing="the cluster launcher",
             policy="Qwen/Qwen3.6-27B",
             backend="cuda",
+            threads=8,
             max_length=32768,
             max_new_tokens=16384,
             publish=False,

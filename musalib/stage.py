@@ -103,6 +103,9 @@ class Stage:
                 "repeat those, choose another run or delete the folder"
             )
         store.write_json(path, wanted)
+        import torch
+
+        torch.set_num_threads(self.profile.threads)
 
     def header(self) -> str:
         """Run, seed, versions and device in three lines."""

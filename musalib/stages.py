@@ -81,7 +81,7 @@ def supervised_config(profile: profiles.Profile, size: str, seed: int) -> SFTSta
         steps=values[f"{size}_steps"],
         batch_size=batch,
         learning_rate=values[f"{size}_learning_rate"],
-        warmup_steps=min(20, values[f"{size}_steps"] // 4),
+        warmup_steps=min(40 if size == "base" else 10, values[f"{size}_steps"] // 4),
         max_length=profile.max_length,
         seed=seed,
     )

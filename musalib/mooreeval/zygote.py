@@ -8,6 +8,7 @@ code never holds.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -32,6 +33,8 @@ def main() -> None:
     from musalib.mooreeval import runner
 
     runner.warm_up(settings["shim"])
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page of this process
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stderr was for a failed start; nobody reads it from here on
     control.sendall((json.dumps({"ready": True, "isolation": isolation, "torch": torch.__version__}) + "\n").encode())
     serve(control, settings, isolation)
