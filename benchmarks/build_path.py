@@ -51,7 +51,9 @@ def cpu_seconds() -> float:
 
 
 def arm(build: str, jobs: list, workers: int) -> dict:
-    config = EvalConfig(trials=3, timing=False, build=build, workers=workers, build_timeout_s=600.0, timeout_s=30.0)
+    config = EvalConfig(
+        trials=3, timing=False, build=build, workers=workers, build_timeout_s=600.0, timeout_s=30.0
+    )
     with MooreEval("cpu", config) as evaluator:
         evaluator.isolation  # noqa: B018 (starts the worker: not part of what is compared)
         start_cpu, start = cpu_seconds(), time.perf_counter()
@@ -76,8 +78,14 @@ def main() -> None:
     jobs = corpus(args.candidates, args.seed)
     arms = {build: arm(build, jobs, args.workers) for build in ("plain", "tiered")}
     same = sum(a == b for a, b in zip(arms["plain"]["categories"], arms["tiered"]["categories"], strict=True))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = bool(subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False).stdout.strip())
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    dirty = bool(
+        subprocess.run(
+            ["git", "status", "--porcelain"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     result = {
         "date": date.today().isoformat(), "commit": commit, "dirty": dirty, "device": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "versions": {name: metadata.version(name) for name in ("torch", "musalib")}, "python": platform.python_version(),
@@ -89,9 +97,17 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     table = Table("build", "wall s", "CPU s", "CPU s / candidate", "tiers")
     for name, values in arms.items():
-        table.add_row(name, f"{values['wall_s']}", f"{values['cpu_s']}", f"{values['cpu_s'] / len(jobs):.2f}", str(values["tiers"]))
+        table.add_row(
+            name,
+            f"{values['wall_s']}",
+            f"{values['cpu_s']}",
+            f"{values['cpu_s'] / len(jobs):.2f}",
+            str(values["tiers"]),
+        )
     Console().print(table)
-    print(f"same category for {same} of {len(jobs)}; plain / tiered: {result['cpu_ratio']}x CPU, {result['wall_ratio']}x wall")
+    print(
+        f"same category for {same} of {len(jobs)}; plain / tiered: {result['cpu_ratio']}x CPU, {result['wall_ratio']}x wall"
+    )
 
 
 if __name__ == "__main__":

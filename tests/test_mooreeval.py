@@ -36,7 +36,9 @@ torch::Tensor scaled_relu_rows(torch::Tensor x) {
 """
 
 
-def candidate(cpp: str = CPP, forward: str = "return ext.scaled_relu_rows(x)", top: str = "", init: str = "pass") -> str:
+def candidate(
+    cpp: str = CPP, forward: str = "return ext.scaled_relu_rows(x)", top: str = "", init: str = "pass"
+) -> str:
     indented = "\n".join("        " + line for line in forward.splitlines())
     return (
         "import os, sys, time, subprocess\nimport torch\nimport torch.nn as nn\nfrom torch.utils.cpp_extension import load_inline\n"
@@ -88,7 +90,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def verdicts(evaluator, task):
-    return dict(zip(KINDS, evaluator.verify_many([(task, source) for source, _ in KINDS.values()]), strict=True))
+    return dict(
+        zip(KINDS, evaluator.verify_many([(task, source) for source, _ in KINDS.values()]), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,12 +106,19 @@ def test_only_honest_work_is_rewarded(verdicts):
 
 
 def test_details_tell_what_to_fix(verdicts):
-    assert "cpp_sources:6" in verdicts["undeclared name"].detail and "scale" in verdicts["undeclared name"].detail
+    assert (
+        "cpp_sources:6" in verdicts["undeclared name"].detail
+        and "scale" in verdicts["undeclared name"].detail
+    )
     assert "__expf" in verdicts["undefined symbol"].detail
     assert "tile size" in verdicts["exception in C++"].detail
-    assert "aten::relu" in verdicts["ATen inside C++"].detail or "at::relu" in verdicts["ATen inside C++"].detail
+    assert (
+        "aten::relu" in verdicts["ATen inside C++"].detail or "at::relu" in verdicts["ATen inside C++"].detail
+    )
     for verdict in verdicts.values():
-        assert str(Path.home()) not in (verdict.detail or "") and "site-packages" not in (verdict.detail or "")
+        assert str(Path.home()) not in (verdict.detail or "") and "site-packages" not in (
+            verdict.detail or ""
+        )
 
 
 def test_tiers(verdicts):
@@ -174,9 +185,16 @@ if reached:
 
 
 def test_timing_agrees_with_itself_and_needs_correctness(task):
-    slow = candidate(CPP.replace(BODY, "for (int r = 0; r < 4000; ++r) { volatile float* v = b; for (int64_t i = 0; i < x.numel(); ++i) v[i] = a[i] > 0.0f ? a[i] * 1.5f : 0.0f; }"))
+    slow = candidate(
+        CPP.replace(
+            BODY,
+            "for (int r = 0; r < 4000; ++r) { volatile float* v = b; for (int64_t i = 0; i < x.numel(); ++i) v[i] = a[i] > 0.0f ? a[i] * 1.5f : 0.0f; }",
+        )
+    )
     with MooreEval("cpu", EvalConfig(trials=2, timing_pairs=7)) as timed:
-        fast, late, wrong = timed.verify_many([(task, candidate()), (task, slow), (task, KINDS["wrong value"][0])])
+        fast, late, wrong = timed.verify_many(
+            [(task, candidate()), (task, slow), (task, KINDS["wrong value"][0])]
+        )
     assert fast.speedup > 10 * late.speedup
     assert wrong.speedup is None
     assert fast.evidence["timing"]["low"] <= fast.speedup <= fast.evidence["timing"]["high"]

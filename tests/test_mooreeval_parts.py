@@ -55,7 +55,9 @@ FUNCTION = "torch::Tensor f(torch::Tensor x) {\n  auto y = torch::empty_like(x);
 
 def test_scan_sees_compute_but_not_comments_and_strings():
     assert scan(FUNCTION).findings == []
-    quoted = FUNCTION.replace("return y;", 'TORCH_CHECK(true, "at::matmul(a, b)");  // at::mm(x, x)\n  return y;')
+    quoted = FUNCTION.replace(
+        "return y;", 'TORCH_CHECK(true, "at::matmul(a, b)");  // at::mm(x, x)\n  return y;'
+    )
     assert scan(quoted).findings == []
     raw = FUNCTION.replace("return y;", 'const char* s = R"(at::mm(x, x))";\n  return y;')
     assert scan(raw).findings == []
@@ -128,7 +130,9 @@ def test_patches_hooks_and_overrides():
 
 
 def test_sizes_and_words_are_not_findings():
-    assert rules("# torch.matmul(x, x); pass\nn = x.size(0) * 2 // 3\nreturn ext.f(x.contiguous(), n)") == set()
+    assert (
+        rules("# torch.matmul(x, x); pass\nn = x.size(0) * 2 // 3\nreturn ext.f(x.contiguous(), n)") == set()
+    )
 
 
 def test_trace_uses_the_papers_list_and_strips_overloads():
@@ -141,7 +145,9 @@ def test_trace_uses_the_papers_list_and_strips_overloads():
 # --- comparison -------------------------------------------------------------------------------------------------
 def tensor(values, dtype="float32"):
     array = np.asarray(values, dtype=dtype)
-    return {"t": "tensor", "dtype": dtype, "shape": list(array.shape), "bytes": array.nbytes}, memoryview(array.tobytes())
+    return {"t": "tensor", "dtype": dtype, "shape": list(array.shape), "bytes": array.nbytes}, memoryview(
+        array.tobytes()
+    )
 
 
 def mismatch(expected, got, tolerance=None):
@@ -159,7 +165,9 @@ def test_reordered_sums_pass_and_half_precision_does_not():
     rng = np.random.default_rng(0)
     terms = rng.standard_normal((64, 4096)).astype("float32")
     assert mismatch(tensor(terms.sum(1)), tensor(terms[:, ::-1].astype("float64").sum(1))) is None
-    assert mismatch(tensor(terms.sum(1)), tensor(terms.sum(1).astype("float16").astype("float32"))) == "values"
+    assert (
+        mismatch(tensor(terms.sum(1)), tensor(terms.sum(1).astype("float16").astype("float32"))) == "values"
+    )
 
 
 def test_nan_and_inf_count_by_position():
@@ -179,7 +187,10 @@ def test_structure_shape_and_dtype():
     assert mismatch(pair, a) == "structure"
     assert mismatch(pair, pair) is None
     assert mismatch(a, ({"t": "bad", "why": "type Later"}, memoryview(b""))) == "structure"
-    assert mismatch(a, ({"t": "tensor", "dtype": "float32", "shape": [1, 2], "bytes": 1 << 40}, memoryview(b""))) == "structure"
+    assert (
+        mismatch(a, ({"t": "tensor", "dtype": "float32", "shape": [1, 2], "bytes": 1 << 40}, memoryview(b"")))
+        == "structure"
+    )
     assert mismatch(a, ({}, memoryview(b""))) == "structure"
 
 
@@ -205,7 +216,18 @@ def test_hostile_frames_are_errors_of_the_peer():
     assert wire.receive(ours, time.monotonic() + 1) == ({"a": 1}, bytearray(b"xyz"))
 
 
-@pytest.mark.parametrize("flag", ["-fplugin=x.so", "-Wl,-rpath,/x", "-B/x", "@file", "-I/etc", "-include/etc/passwd", "-fdump-tree-all=/x"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "-fplugin=x.so",
+        "-Wl,-rpath,/x",
+        "-B/x",
+        "@file",
+        "-I/etc",
+        "-include/etc/passwd",
+        "-fdump-tree-all=/x",
+    ],
+)
 def test_dangerous_flags_are_refused(flag):
     assert not SAFE_FLAG.match(flag) or UNSAFE_FLAG.search(flag)
 
@@ -222,7 +244,14 @@ def test_compiler_errors_lose_paths_and_keep_lines():
 
 
 def test_feedback_is_bounded_and_never_empty():
-    for category in ("ok", "compile_error:cpp", "correctness_error:values", "cheating:detour", "runtime_error:timeout", "extract_error:no_code"):
+    for category in (
+        "ok",
+        "compile_error:cpp",
+        "correctness_error:values",
+        "cheating:detour",
+        "runtime_error:timeout",
+        "extract_error:no_code",
+    ):
         text = feedback(Verdict(category, detail="x" * 5000))
         assert 0 < len(text) <= 1200
     with pytest.raises(ValueError, match="infra"):

@@ -27,8 +27,12 @@ from pathlib import Path
 from musalib.mooreeval import cpp_source
 from musalib.mooreeval.toolchain import LIGHT_FLAGS, OPTIMISATION, Toolchain
 
-SAFE_FLAG = re.compile(r"-(O[0-3sgz]?|Ofast|march=[\w.-]+|mtune=[\w.-]+|m(avx|sse|fma)[\w.-]*|f[\w-]+(=[\w.-]+)?|W[\w-]+(=\w+)?|D\w+(=[\w.]+)?|std=(c|gnu)\+\+\w+|pthread|lm|lgomp|fopenmp|w|g\d?)$")
-UNSAFE_FLAG = re.compile(r"-f(plugin|dump|profile|sanitize|save|instrument|callgraph|stack-usage|opt-info)|-f[\w-]+=.*[/]")
+SAFE_FLAG = re.compile(
+    r"-(O[0-3sgz]?|Ofast|march=[\w.-]+|mtune=[\w.-]+|m(avx|sse|fma)[\w.-]*|f[\w-]+(=[\w.-]+)?|W[\w-]+(=\w+)?|D\w+(=[\w.]+)?|std=(c|gnu)\+\+\w+|pthread|lm|lgomp|fopenmp|w|g\d?)$"
+)
+UNSAFE_FLAG = re.compile(
+    r"-f(plugin|dump|profile|sanitize|save|instrument|callgraph|stack-usage|opt-info)|-f[\w-]+=.*[/]"
+)
 END = "MUSA_END_OF_CANDIDATE"
 MARKED_ERROR = re.compile(r"^(?:In file included.*\n)?(k\d+):\d+(?::\d+)?: (?:fatal )?error: ", re.MULTILINE)
 
@@ -49,7 +53,9 @@ class BuildRequest:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.__dict__, sort_keys=True, default=list).encode()).hexdigest()[:24]
+        return hashlib.sha256(json.dumps(self.__dict__, sort_keys=True, default=list).encode()).hexdigest()[
+            :24
+        ]
 
     @property
     def source(self) -> str:
@@ -90,7 +96,9 @@ class Refused:
 class Builder:
     """Thread-safe; results are kept for the life of the builder, so that a duplicate source is built once."""
 
-    def __init__(self, toolchain: Toolchain, folder: Path, timeout_s: float = 120.0, plain: bool = False) -> None:
+    def __init__(
+        self, toolchain: Toolchain, folder: Path, timeout_s: float = 120.0, plain: bool = False
+    ) -> None:
         """`plain`: every build through torch's own load_inline, for comparison."""
         self.toolchain, self.folder, self.timeout_s, self.plain = toolchain, folder, timeout_s, plain
         self.done: dict[str, Built] = {}
@@ -130,20 +138,34 @@ class Builder:
             try:
                 return self._tiered(request, work)
             except subprocess.TimeoutExpired:
-                return Built("none", category="compile_error:timeout", error=f"compilation took longer than {self.timeout_s:g} s")
+                return Built(
+                    "none",
+                    category="compile_error:timeout",
+                    error=f"compilation took longer than {self.timeout_s:g} s",
+                )
 
     def _tiered(self, request: BuildRequest, work: Path) -> Built:
         if request.cuda:
-            return Built("none", category="compile_error:backend", error="cuda_sources need the cuda backend; this verdict is for cpu")
+            return Built(
+                "none",
+                category="compile_error:backend",
+                error="cuda_sources need the cuda backend; this verdict is for cpu",
+            )
         for flag in (*request.cflags, *request.ldflags):
             if not SAFE_FLAG.match(flag) or UNSAFE_FLAG.search(flag):
-                return Built("none", category="compile_error:flags", error=f"compiler flag {flag!r} is not accepted")
+                return Built(
+                    "none", category="compile_error:flags", error=f"compiler flag {flag!r} is not accepted"
+                )
         if request.include:
             return Built("none", category="compile_error:flags", error="extra_include_paths are not accepted")
         for part in request.cpp:
             for name in cpp_source.scan(part).includes:
                 if name.startswith(("/", ".")) or ".." in name or "../" in name:
-                    return Built("none", category="compile_error:missing_header", error=f"fatal error: {name}: No such file or directory")
+                    return Built(
+                        "none",
+                        category="compile_error:missing_header",
+                        error=f"fatal error: {name}: No such file or directory",
+                    )
         if self.plain:
             return self._plain(request, work)
         error = self._oracle([request], work)
@@ -160,7 +182,9 @@ class Builder:
     # -- many requests ----------------------------------------------------------------------------------------------
     def prefetch(self, requests: Iterable[BuildRequest]) -> None:
         """Build what may share a translation unit; the rest is left to `build`. Never fails."""
-        fresh = {r.key: r for r in requests if not self.plain and r.key not in self.done and self._may_share(r)}
+        fresh = {
+            r.key: r for r in requests if not self.plain and r.key not in self.done and self._may_share(r)
+        }
         by_flags: dict[tuple[str, ...], list[BuildRequest]] = {}
         for request in fresh.values():
             by_flags.setdefault(request.cflags, []).append(request)
@@ -172,7 +196,12 @@ class Builder:
         if not request.simple_flags or not request.functions:
             return False
         scan = cpp_source.scan(request.source)
-        return scan.complete and scan.plain and not scan.defined & self.toolchain.header_names and set(request.functions) <= scan.defined
+        return (
+            scan.complete
+            and scan.plain
+            and not scan.defined & self.toolchain.header_names
+            and set(request.functions) <= scan.defined
+        )
 
     def _shared(self, group: list[BuildRequest]) -> None:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="s") as name:
@@ -207,7 +236,13 @@ class Builder:
         lines, symbols = ["#include <torch/extension.h>"], []
         for index, request in enumerate(group):
             space = f"musa_k{index}_" if len(group) > 1 else ""
-            lines += [f"namespace {space} {{" if space else "", f'#line 1 "k{index}"', request.source, f'#line 1 "e{index}"', "}" if space else ""]
+            lines += [
+                f"namespace {space} {{" if space else "",
+                f'#line 1 "k{index}"',
+                request.source,
+                f'#line 1 "e{index}"',
+                "}" if space else "",
+            ]
             names = {f: f"musa_bind_{index}_{n}" for n, f in enumerate(request.functions or ())}
             for function, symbol in names.items():
                 lines.append(
@@ -217,8 +252,20 @@ class Builder:
             symbols.append(names)
         (work / "light.cpp").write_text("\n".join(lines) + "\n", encoding="utf-8")
         target = work / "light.so"
-        flags = [*LIGHT_FLAGS, *group[0].cflags, "-w", f"-I{include}", f"-I{Path(__file__).parent / 'native/light'}"]
-        link = ["-shared", f"-L{self.toolchain.folder}", "-l:musa_shim.so", "-Wl,--no-undefined", "-Wl,--no-demangle"]
+        flags = [
+            *LIGHT_FLAGS,
+            *group[0].cflags,
+            "-w",
+            f"-I{include}",
+            f"-I{Path(__file__).parent / 'native/light'}",
+        ]
+        link = [
+            "-shared",
+            f"-L{self.toolchain.folder}",
+            "-l:musa_shim.so",
+            "-Wl,--no-undefined",
+            "-Wl,--no-demangle",
+        ]
         done = self.toolchain.run([*flags, "light.cpp", "-o", str(target), *link], self.timeout_s, work)
         if done.returncode == 0:
             final = self.folder / f"{group[0].key}-{len(group)}.so"
@@ -226,14 +273,27 @@ class Builder:
             return {r.key: Built("light", final, names) for r, names in zip(group, symbols, strict=True)}
         blamed = {int(m) for m in re.findall(r"^[ke](\d+):\d+", done.stderr, re.MULTILINE)}
         blamed |= {int(m) for m in re.findall(r"\d+musa_k(\d+)_", done.stderr)}
-        return Refused(blamed, sorted(set(re.findall(r"undefined reference to [`']([A-Za-z_]\w*)'", done.stderr))))
+        return Refused(
+            blamed, sorted(set(re.findall(r"undefined reference to [`']([A-Za-z_]\w*)'", done.stderr)))
+        )
 
     def _missing_symbol(self, refused: Refused, work: Path) -> str | None:
         """A symbol that a plain build lacks too: the extension would compile there and fail to load."""
         for symbol in refused.undefined:
             if symbol not in self._symbols:
-                (work / "symbol.cpp").write_text(f'extern "C" void {symbol}();\nvoid* musa_probe() {{ return (void*)&{symbol}; }}\n')
-                arguments = ["-w", "-fPIC", "symbol.cpp", "-o", "symbol.so", "-fopenmp", *self.toolchain.full_link_flags, "-Wl,--no-undefined"]
+                (work / "symbol.cpp").write_text(
+                    f'extern "C" void {symbol}();\nvoid* musa_probe() {{ return (void*)&{symbol}; }}\n'
+                )
+                arguments = [
+                    "-w",
+                    "-fPIC",
+                    "symbol.cpp",
+                    "-o",
+                    "symbol.so",
+                    "-fopenmp",
+                    *self.toolchain.full_link_flags,
+                    "-Wl,--no-undefined",
+                ]
                 done = self.toolchain.run(arguments, self.timeout_s, work)
                 self._symbols[symbol] = "undefined reference" in done.stderr
             if self._symbols[symbol]:
@@ -247,30 +307,57 @@ class Builder:
         """
         lines = ["#include <torch/extension.h>"]
         for index, request in enumerate(group):
-            lines += [f"namespace musa_k{index}_ {{" if len(group) > 1 else "", f'#line 1 "k{index}"', request.source, "}" if len(group) > 1 else ""]
+            lines += [
+                f"namespace musa_k{index}_ {{" if len(group) > 1 else "",
+                f'#line 1 "k{index}"',
+                request.source,
+                "}" if len(group) > 1 else "",
+            ]
             if len(group) == 1:
                 lines += ['#line 1 "binding"', *_binding(request)]
         lines += ['#line 1 "end"', f'static_assert(false, "{END}");']
         (work / "oracle.cpp").write_text("\n".join(lines) + "\n", encoding="utf-8")
         flags = [*self.toolchain.full_flags, *(f for f in group[0].cflags if not f.startswith("-O"))]
         done = self.toolchain.run(
-            [*flags, f"-I{self.toolchain.full_include}", "-Wfatal-errors", "-w", "-fsyntax-only", "oracle.cpp"], self.timeout_s, work
+            [
+                *flags,
+                f"-I{self.toolchain.full_include}",
+                "-Wfatal-errors",
+                "-w",
+                "-fsyntax-only",
+                "oracle.cpp",
+            ],
+            self.timeout_s,
+            work,
         )
         if f"static assertion failed: {END}" in done.stderr:
             return None
-        found = re.search(r"^(k\d+|binding|end|.*):(\d+)(?::\d+)?: (?:fatal )?error: .*", done.stderr, re.MULTILINE)
+        found = re.search(
+            r"^(k\d+|binding|end|.*):(\d+)(?::\d+)?: (?:fatal )?error: .*", done.stderr, re.MULTILINE
+        )
         if found is None:
             return None  # no error and no end: leave the decision to the full compile
         return done.stderr[found.start() :] if len(group) > 1 else tidy(done.stderr)
 
     def _full(self, request: BuildRequest, work: Path) -> Built:
         """Tier 2: the text and the flags of `load_inline`, with this machine's precompiled torch/extension.h."""
-        module = "musa_ext"
-        source = "\n".join([*(["#include <torch/extension.h>"] if request.implicit_headers else []), '#line 1 "k0"', request.source, '#line 1 "binding"', *_binding(request)])
+        source = "\n".join(
+            [
+                *(["#include <torch/extension.h>"] if request.implicit_headers else []),
+                '#line 1 "k0"',
+                request.source,
+                '#line 1 "binding"',
+                *_binding(request),
+            ]
+        )
         (work / "main.cpp").write_text(source + "\n", encoding="utf-8")
         target = work / "full.so"
         flags = [*self.toolchain.full_flags, *request.cflags, "-w", f"-I{self.toolchain.full_include}"]
-        done = self.toolchain.run([*flags, "main.cpp", "-o", str(target), *self.toolchain.full_link_flags, *request.ldflags], self.timeout_s, work)
+        done = self.toolchain.run(
+            [*flags, "main.cpp", "-o", str(target), *self.toolchain.full_link_flags, *request.ldflags],
+            self.timeout_s,
+            work,
+        )
         if done.returncode != 0:
             return Built("full", category="compile_error:cpp", error=tidy(done.stderr))
         final = self.folder / f"{request.key}-full.so"
@@ -279,9 +366,17 @@ class Builder:
 
     def _plain(self, request: BuildRequest, work: Path) -> Built:
         (work / "request.json").write_text(json.dumps(request.__dict__))
-        done = self.toolchain.run(["-m", "musalib.mooreeval.plain_build", str(work / "request.json"), str(work)], self.timeout_s, program=sys.executable)
+        done = self.toolchain.run(
+            ["-m", "musalib.mooreeval.plain_build", str(work / "request.json"), str(work)],
+            self.timeout_s,
+            program=sys.executable,
+        )
         if done.returncode != 0:
-            return Built("plain", category="compile_error:cpp", error=tidy(re.sub(r"(?m)^.*main\.cpp:", "k0:", done.stderr)))
+            return Built(
+                "plain",
+                category="compile_error:cpp",
+                error=tidy(re.sub(r"(?m)^.*main\.cpp:", "k0:", done.stderr)),
+            )
         final = self.folder / f"{request.key}-plain.so"
         shutil.move(work / "musa_ext.so", final)
         return Built("plain", final, None)
@@ -296,14 +391,25 @@ def _binding(request: BuildRequest) -> list[str]:
 
 
 def _demangle(symbol: str) -> str:
-    done = subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=False) if shutil.which("c++filt") else None
+    done = (
+        subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=False)
+        if shutil.which("c++filt")
+        else None
+    )
     return done.stdout.strip() if done and done.stdout.strip() else symbol
 
 
 def tidy(text: str) -> str:
     """The compiler's first error in the candidate's own line numbers, without paths of this machine."""
     lines = [line for line in text.splitlines() if "compilation terminated" not in line]
-    at = next((i for i, line in enumerate(lines) if re.search(r": (fatal )?error: |undefined reference|ld returned", line)), 0)
+    at = next(
+        (
+            i
+            for i, line in enumerate(lines)
+            if re.search(r": (fatal )?error: |undefined reference|ld returned", line)
+        ),
+        0,
+    )
     picked = []
     for line in lines[at : at + 4]:
         line = re.sub(r"^k\d+:(\d+)(?::\d+)?:", r"cpp_sources:\1:", line)

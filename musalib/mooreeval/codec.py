@@ -31,7 +31,7 @@ def encode(value: Any, allow_pickle: bool = True) -> tuple[Any, bytes]:
     parts: list[bytes] = []
 
     def walk(item: Any) -> Any:
-        if item is None or isinstance(item, (bool, str)) and type(item) in (bool, str):
+        if item is None or (isinstance(item, (bool, str)) and type(item) in (bool, str)):
             return {"t": "value", "v": item}
         if type(item) in (int, float):
             return {"t": type(item).__name__, "v": repr(item)}
@@ -88,9 +88,13 @@ def decode(description: Any, payload: bytes | bytearray | memoryview) -> Any:
 
 def _tensor(item: dict[str, Any], data: memoryview) -> torch.Tensor:
     dtype, shape = getattr(torch, item["dtype"]), item["shape"]
-    dense = _frombuffer(bytearray(data), dtype=dtype).reshape(shape) if len(data) else _empty(shape, dtype=dtype)
+    dense = (
+        _frombuffer(bytearray(data), dtype=dtype).reshape(shape) if len(data) else _empty(shape, dtype=dtype)
+    )
     if item["stride"] is not None:
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, item["stride"], strict=True)) if dense.numel() else 0
+        span = (
+            1 + sum((n - 1) * s for n, s in zip(shape, item["stride"], strict=True)) if dense.numel() else 0
+        )
         strided = _as_strided(_empty(span, dtype=dtype), shape, item["stride"])
         strided.copy_(dense)
         dense = strided

@@ -24,8 +24,30 @@ ALLOWED_TORCH_CALLS = {
     "isFloatingType", "isIntegralType", "ScalarType", "ArrayRef", "InferenceMode", "Half", "BFloat16", "optional",
     "TensorBase", "SmallVector", "nullopt", "vec", "Generator", "checked_cast", "make_tuple", "get", "Error", "irange",
 }  # fmt: skip
-FORBIDDEN_CALLS = {"system", "popen", "fork", "vfork", "execv", "execl", "execve", "execvp", "dlopen", "dlsym", "ptrace", "clone3", "process_vm_readv"}
-FORBIDDEN_NAMES = {"RecordFunction", "addGlobalCallback", "clearCallbacks", "disableRecordFunction", "clearGlobalCallbacks", "RecordFunctionGuard"}
+COMPUTE_NAMESPACES = {"nn", "linalg", "fft", "special", "sparse", "jit", "native", "_ops", "cpu"}
+FORBIDDEN_CALLS = {
+    "system",
+    "popen",
+    "fork",
+    "vfork",
+    "execv",
+    "execl",
+    "execve",
+    "execvp",
+    "dlopen",
+    "dlsym",
+    "ptrace",
+    "clone3",
+    "process_vm_readv",
+}
+FORBIDDEN_NAMES = {
+    "RecordFunction",
+    "addGlobalCallback",
+    "clearCallbacks",
+    "disableRecordFunction",
+    "clearGlobalCallbacks",
+    "RecordFunctionGuard",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +65,9 @@ class Finding:
 @dataclass
 class CppScan:
     complete: bool = True  # the parser met no error
-    plain: bool = True  # only function definitions and harmless includes at file scope: may share a translation unit
+    plain: bool = (
+        True  # only function definitions and harmless includes at file scope: may share a translation unit
+    )
     defined: set[str] = field(default_factory=set)
     includes: list[str] = field(default_factory=list)
     binding: bool = False  # PYBIND11_MODULE or TORCH_LIBRARY by hand
@@ -91,7 +115,12 @@ def _file_scope(node: Node, out: CppScan) -> None:
         while declarator is not None and declarator.type in ("pointer_declarator", "reference_declarator"):
             declarator = declarator.children[-1]
         name = declarator.child_by_field_name("declarator") if declarator is not None else None
-        if declarator is None or declarator.type != "function_declarator" or name is None or name.type != "identifier":
+        if (
+            declarator is None
+            or declarator.type != "function_declarator"
+            or name is None
+            or name.type != "identifier"
+        ):
             out.plain = False
             return
         out.defined.add(text(name))
@@ -112,14 +141,18 @@ UNSHARED = {
 def _inside(node: Node, out: CppScan, where: str) -> None:
     kind = node.type
     line = f"{where}:{node.start_point[0] + 1}"
-    if kind in UNSHARED and not (kind == "preproc_include" and node.parent is not None and node.parent.type == "translation_unit"):
+    if kind in UNSHARED and not (
+        kind == "preproc_include" and node.parent is not None and node.parent.type == "translation_unit"
+    ):
         out.plain = False
     elif kind == "storage_class_specifier" and text(node) in ("static", "extern", "thread_local"):
         # a file-scope `static` function is fine; a static local keeps state between calls
         if node.parent is None or node.parent.type != "function_definition":
             out.plain = False
     elif kind == "qualified_identifier":
-        if text(node).startswith("::") or (node.parent is not None and node.parent.type == "function_declarator"):
+        if text(node).startswith("::") or (
+            node.parent is not None and node.parent.type == "function_declarator"
+        ):
             out.plain = False
         _qualified(node, out, line)
     elif kind == "call_expression":
@@ -141,10 +174,11 @@ def _qualified(node: Node, out: CppScan, line: str) -> None:
         return
     parts = [p.split("<")[0] for p in text(node).replace(" ", "").strip(":").split("::")]
     called = node.parent is not None and node.parent.type in ("call_expression", "template_function")
-    if parts[0] in ("torch", "at", "aten") and called:
-        if len(parts) > 2 and parts[1] in ("nn", "linalg", "fft", "special", "sparse", "jit", "native", "_ops", "cpu"):
-            out.findings.append(Finding("disallowed_aten", "::".join(parts), line))
-        elif len(parts) == 2 and parts[1] not in ALLOWED_TORCH_CALLS and not parts[1].startswith("k"):
-            out.findings.append(Finding("disallowed_aten", "::".join(parts), line))
-    if parts[0] in ("py", "pybind11") and any(p in ("module", "module_", "exec", "eval", "import") for p in parts[1:]):
+    computes = len(parts) > 2 and parts[1] in COMPUTE_NAMESPACES
+    computes |= len(parts) == 2 and parts[1] not in ALLOWED_TORCH_CALLS and not parts[1].startswith("k")
+    if called and parts[0] in ("torch", "at", "aten") and computes:
+        out.findings.append(Finding("disallowed_aten", "::".join(parts), line))
+    if parts[0] in ("py", "pybind11") and any(
+        p in ("module", "module_", "exec", "eval", "import") for p in parts[1:]
+    ):
         out.findings.append(Finding("embedded_python", "::".join(parts), line))

@@ -6,7 +6,9 @@ import ast
 import re
 
 # An opening fence at the start of a line; the closing one may be missing when the response was cut off.
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
 DEFINES_MODEL = re.compile(r"^class\s+ModelNew\b", re.MULTILINE)
 PYTHON_TAGS = {"", "python", "py", "python3"}
 
@@ -25,7 +27,9 @@ def extract(response: str | bytes) -> str:
         try:
             response = response.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ExtractError("compile_error:encoding", f"the response is not valid UTF-8 (byte {error.start})") from error
+            raise ExtractError(
+                "compile_error:encoding", f"the response is not valid UTF-8 (byte {error.start})"
+            ) from error
     if "\x00" in response or any("\ud800" <= c <= "\udfff" for c in response):
         raise ExtractError("compile_error:encoding", "the response holds bytes that are not valid text")
     answer = response.rpartition("</think>")[2].replace("\r\n", "\n")
@@ -36,7 +40,11 @@ def extract(response: str | bytes) -> str:
     if blocks:
         raise ExtractError("extract_error:no_modelnew", "no python block defines `class ModelNew`")
     if not DEFINES_MODEL.search(answer):
-        what = "the response is empty" if not answer.strip() else "the response holds no python block and no `class ModelNew`"
+        what = (
+            "the response is empty"
+            if not answer.strip()
+            else "the response holds no python block and no `class ModelNew`"
+        )
         raise ExtractError("extract_error:no_code", what)
     return _checked(answer)
 
@@ -48,5 +56,7 @@ def _checked(source: str) -> str:
         line = getattr(error, "lineno", None)
         where = f"candidate.py:{line}: " if line else ""
         message = getattr(error, "msg", None) or str(error)
-        raise ExtractError("compile_error:python_syntax", f"{where}{type(error).__name__}: {message}") from error
+        raise ExtractError(
+            "compile_error:python_syntax", f"{where}{type(error).__name__}: {message}"
+        ) from error
     return source

@@ -26,5 +26,9 @@ def feedback(verdict: Verdict) -> str:
         speed = f"speedup {verdict.speedup:.2f}x" if verdict.speedup is not None else "not timed"
         return f"status: ok\n{speed}\nThe kernel is correct. Keep outputs and parameters; make it faster."
     detail = (verdict.detail or "").strip()
-    lines = [f"status: {verdict.category}", *([detail[: LIMIT - 200]] if detail else []), ADVICE[verdict.kind]]
+    lines = [
+        f"status: {verdict.category}",
+        *([detail[: LIMIT - 200]] if detail else []),
+        ADVICE[verdict.kind],
+    ]
     return "\n".join(lines)

@@ -26,7 +26,9 @@ class Mismatch:
     max_rel: float | None = None
 
 
-def compare(expected: Any, expected_bytes: memoryview, got: Any, got_bytes: memoryview, tolerance: float | None) -> tuple[Mismatch | None, dict[str, float]]:
+def compare(
+    expected: Any, expected_bytes: memoryview, got: Any, got_bytes: memoryview, tolerance: float | None
+) -> tuple[Mismatch | None, dict[str, float]]:
     """First mismatch or None, and the worst errors seen over all tensors."""
     worst = {"max_abs": 0.0, "max_rel": 0.0}
     left, right = [0], [0]
@@ -38,20 +40,28 @@ def compare(expected: Any, expected_bytes: memoryview, got: Any, got_bytes: memo
             if want["t"] not in ("list", "tuple") or have["t"] not in ("list", "tuple"):
                 return Mismatch("structure", f"{place}: expected {_describe(want)}, got {_describe(have)}")
             if len(want["v"]) != len(have["v"]):
-                return Mismatch("structure", f"{place}: expected {len(want['v'])} values, got {len(have['v'])}")
+                return Mismatch(
+                    "structure", f"{place}: expected {len(want['v'])} values, got {len(have['v'])}"
+                )
             for index, (a, b) in enumerate(zip(want["v"], have["v"], strict=True)):
                 if found := walk(a, b, f"{place}[{index}]"):
                     return found
             return None
         if want["t"] == "dict":
             if have["t"] != "dict" or [k for k, _ in want["v"]] != [k for k, _ in have["v"]]:
-                return Mismatch("structure", f"{place}: expected a dict with the reference's keys, got {_describe(have)}")
+                return Mismatch(
+                    "structure", f"{place}: expected a dict with the reference's keys, got {_describe(have)}"
+                )
             for (key, a), (_, b) in zip(want["v"], have["v"], strict=True):
                 if found := walk(a, b, f"{place}[{key!r}]"):
                     return found
             return None
         if want["t"] != "tensor":
-            return None if want == have or _same_number(want, have) else Mismatch("values", f"{place}: wrong {want['t']}")
+            return (
+                None
+                if want == have or _same_number(want, have)
+                else Mismatch("values", f"{place}: wrong {want['t']}")
+            )
         if have["t"] != "tensor":
             return Mismatch("structure", f"{place}: expected a tensor, got {_describe(have)}")
         a = _take(want, expected_bytes, left)
@@ -69,7 +79,11 @@ def compare(expected: Any, expected_bytes: memoryview, got: Any, got_bytes: memo
 
 
 def _describe(item: Any) -> str:
-    return "None" if item["t"] == "value" and item["v"] is None else {"value": "a plain value"}.get(item["t"], f"a {item['t']}")
+    return (
+        "None"
+        if item["t"] == "value" and item["v"] is None
+        else {"value": "a plain value"}.get(item["t"], f"a {item['t']}")
+    )
 
 
 def _same_number(want: Any, have: Any) -> bool:
@@ -96,7 +110,15 @@ def _array(data: memoryview, dtype: str) -> np.ndarray:
     return raw.astype(np.complex128 if dtype.startswith("complex") else np.float64)
 
 
-def _values(a: memoryview, b: memoryview, dtype: str, shape: list[int], place: str, tolerance: float | None, worst: dict[str, float]) -> Mismatch | None:
+def _values(
+    a: memoryview,
+    b: memoryview,
+    dtype: str,
+    shape: list[int],
+    place: str,
+    tolerance: float | None,
+    worst: dict[str, float],
+) -> Mismatch | None:
     if len(a) != len(b):
         return Mismatch("values", f"{place}: {len(b)} bytes where {len(a)} belong")
     if dtype in INTEGERS:
@@ -137,7 +159,12 @@ def _values(a: memoryview, b: memoryview, dtype: str, shape: list[int], place: s
         note = f"got {first[1]}"
     else:
         note = f"max abs error {worst['max_abs']:.3g}, mean abs error {total / count:.3g}"
-    return Mismatch("values", f"{place}: {wrong} of {count} elements differ, first at {position}; {note}", worst["max_abs"], worst["max_rel"])
+    return Mismatch(
+        "values",
+        f"{place}: {wrong} of {count} elements differ, first at {position}; {note}",
+        worst["max_abs"],
+        worst["max_rel"],
+    )
 
 
 def _magnitude(a: memoryview, dtype: str, step: int) -> float:
@@ -159,4 +186,6 @@ def _exact(a: memoryview, b: memoryview, dtype: str, shape: list[int], place: st
     if not len(bad):
         return None
     position = [int(i) for i in np.unravel_index(int(bad[0]), shape)] if shape else []
-    return Mismatch("values", f"{place}: {len(bad)} of {want.size} elements differ, first at {position}", None, None)
+    return Mismatch(
+        "values", f"{place}: {len(bad)} of {want.size} elements differ, first at {position}", None, None
+    )

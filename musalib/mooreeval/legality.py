@@ -28,15 +28,83 @@ DETOURS = {
     "numpy", "scipy", "numba", "jax", "jaxlib", "cupy", "sklearn", "pandas", "tensorflow", "triton", "ctypes", "cffi", "cython",
     "numexpr", "onnxruntime", "onnx", "tvm", "mlx", "einops", "opt_einsum", "torchvision", "torchaudio",
 }  # fmt: skip
-TAMPERING = {"sys", "gc", "inspect", "ctypes", "importlib", "subprocess", "multiprocessing", "socket", "signal", "threading", "pickle", "builtins", "_thread", "concurrent", "asyncio"}
-HARMLESS_MEMBERS = {"sys.path", "sys.version", "sys.version_info", "sys.platform", "sys.maxsize", "sys.executable", "gc.collect", "sys.exit", "sys.stdout", "sys.stderr"}
+TAMPERING = {
+    "sys",
+    "gc",
+    "inspect",
+    "ctypes",
+    "importlib",
+    "subprocess",
+    "multiprocessing",
+    "socket",
+    "signal",
+    "threading",
+    "pickle",
+    "builtins",
+    "_thread",
+    "concurrent",
+    "asyncio",
+}
+HARMLESS_MEMBERS = {
+    "sys.path",
+    "sys.version",
+    "sys.version_info",
+    "sys.platform",
+    "sys.maxsize",
+    "sys.executable",
+    "gc.collect",
+    "sys.exit",
+    "sys.stdout",
+    "sys.stderr",
+}
 HOOKS = {
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_module_forward_hook",
     "register_module_forward_pre_hook", "register_backward_hook", "register_state_dict_pre_hook",
 }  # fmt: skip
-OVERRIDES = {"__call__", "__torch_function__", "__torch_dispatch__", "__getattribute__", "_call_impl", "_wrapped_call_impl"}
-OS_CALLS = {"system", "popen", "fork", "forkpty", "kill", "killpg", "execv", "execve", "execvp", "execl", "posix_spawn", "spawnl", "spawnv", "_exit", "ptrace", "memfd_create", "dup", "dup2", "write", "open", "fdopen", "pipe"}
-BUILTINS = {"eval", "exec", "compile", "__import__", "open", "globals", "vars", "locals", "breakpoint", "input"}
+OVERRIDES = {
+    "__call__",
+    "__torch_function__",
+    "__torch_dispatch__",
+    "__getattribute__",
+    "_call_impl",
+    "_wrapped_call_impl",
+}
+OS_CALLS = {
+    "system",
+    "popen",
+    "fork",
+    "forkpty",
+    "kill",
+    "killpg",
+    "execv",
+    "execve",
+    "execvp",
+    "execl",
+    "posix_spawn",
+    "spawnl",
+    "spawnv",
+    "_exit",
+    "ptrace",
+    "memfd_create",
+    "dup",
+    "dup2",
+    "write",
+    "open",
+    "fdopen",
+    "pipe",
+}
+BUILTINS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "open",
+    "globals",
+    "vars",
+    "locals",
+    "breakpoint",
+    "input",
+}
 CONTAINERS = {"Parameter", "ParameterList", "ParameterDict", "Module", "ModuleList", "ModuleDict", "Buffer"}
 
 
@@ -73,13 +141,17 @@ class _Reader:
         self.names: dict[str, str] = {}  # local name -> dotted origin, for everything imported anywhere
         self.found: list[Finding] = []
         self.classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-        self.functions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        self.functions = {
+            n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+        }
 
     def read(self) -> list[Finding]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    self.names[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                    self.names[alias.asname or alias.name.split(".")[0]] = (
+                        alias.name if alias.asname else alias.name.split(".")[0]
+                    )
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -107,11 +179,18 @@ class _Reader:
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)):
             targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
             for target in targets:
-                if isinstance(target, ast.Attribute) and (name := self.dotted(target)) and not _harmless_setting(name):
+                if (
+                    isinstance(target, ast.Attribute)
+                    and (name := self.dotted(target))
+                    and not _harmless_setting(name)
+                ):
                     self.add("patch", f"assigns {name}", node)
         elif isinstance(node, ast.ClassDef):
             for base in node.bases:
-                if (self.dotted(base) or "").startswith("torch.") and self.dotted(base) not in ("torch.nn.Module", "torch.nn.modules.module.Module"):
+                if (self.dotted(base) or "").startswith("torch.") and self.dotted(base) not in (
+                    "torch.nn.Module",
+                    "torch.nn.modules.module.Module",
+                ):
                     self.add("subclass", f"class {node.name} inherits {self.dotted(base)}", node)
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name in OVERRIDES:
@@ -123,19 +202,56 @@ class _Reader:
                 self.add("hook", f"uses {node.attr}", node)
             elif root == "os" and rest in OS_CALLS:
                 self.add("process", f"uses {name}", node)
-            elif root in TAMPERING and rest and name not in HARMLESS_MEMBERS and not any(h.startswith(name + ".") for h in HARMLESS_MEMBERS):
+            elif (
+                root in TAMPERING
+                and rest
+                and name not in HARMLESS_MEMBERS
+                and not any(h.startswith(name + ".") for h in HARMLESS_MEMBERS)
+            ):
                 self.add("tampering", f"uses {name}", node)
-            elif name.startswith(("torch.set_num", "torch.set_default", "torch.set_flush", "torch.set_float32")):
+            elif name.startswith(
+                ("torch.set_num", "torch.set_default", "torch.set_flush", "torch.set_float32")
+            ):
                 self.add("patch", f"uses {name}", node)
-            elif name in ("torch.compile", "torch.jit", "torch.ops", "torch._C", "torch._dynamo", "torch._inductor", "torch.overrides", "torch.fx", "torch.export", "torch.func", "torch.library", "torch.utils._python_dispatch", "torch.profiler", "torch.autograd"):
+            elif name in (
+                "torch.compile",
+                "torch.jit",
+                "torch.ops",
+                "torch._C",
+                "torch._dynamo",
+                "torch._inductor",
+                "torch.overrides",
+                "torch.fx",
+                "torch.export",
+                "torch.func",
+                "torch.library",
+                "torch.utils._python_dispatch",
+                "torch.profiler",
+                "torch.autograd",
+            ):
                 self.add("detour", f"uses {name}", node)
-            elif node.attr in ("__globals__", "__code__", "__subclasses__", "__builtins__", "f_back", "f_globals", "f_locals", "tb_frame", "_getframe"):
+            elif node.attr in (
+                "__globals__",
+                "__code__",
+                "__subclasses__",
+                "__builtins__",
+                "f_back",
+                "f_globals",
+                "f_locals",
+                "tb_frame",
+                "_getframe",
+            ):
                 self.add("tampering", f"uses {node.attr}", node)
         elif isinstance(node, ast.Call):
             function = node.func
             if isinstance(function, ast.Name):
                 origin = self.names.get(function.id, "")
-                if function.id in ("setattr", "delattr") and node.args and (self.dotted(node.args[0]) or "").split(".")[0] in ("torch", "time", "builtins", "sys"):
+                if (
+                    function.id in ("setattr", "delattr")
+                    and node.args
+                    and (self.dotted(node.args[0]) or "").split(".")[0]
+                    in ("torch", "time", "builtins", "sys")
+                ):
                     self.add("patch", f"{function.id} on {self.dotted(node.args[0])}", node)
                 elif function.id in BUILTINS and function.id not in self.functions:
                     self.add("tampering", f"calls {function.id}()", node)
@@ -150,7 +266,9 @@ class _Reader:
         model = self.classes.get("ModelNew")
         if model is None:
             return []
-        todo: list[tuple[ast.AST, ast.ClassDef | None]] = [(f, model) for f in self._methods(model, "forward")]
+        todo: list[tuple[ast.AST, ast.ClassDef | None]] = [
+            (f, model) for f in self._methods(model, "forward")
+        ]
         seen: list[tuple[ast.AST, ast.ClassDef | None]] = []
         while todo:
             function, owner = todo.pop()
@@ -160,15 +278,25 @@ class _Reader:
             for node in ast.walk(function):
                 if isinstance(node, ast.Name) and node.id in self.functions:
                     todo.append((self.functions[node.id], None))
-                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self" and owner is not None:
+                elif (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "self"
+                    and owner is not None
+                ):
                     todo += [(f, owner) for f in self._methods(owner, node.attr)]
                     for child in self._submodules(owner).get(node.attr, []):
                         if child in self.classes:
-                            todo += [(f, self.classes[child]) for f in self._methods(self.classes[child], "forward")]
+                            todo += [
+                                (f, self.classes[child])
+                                for f in self._methods(self.classes[child], "forward")
+                            ]
         return seen
 
     def _methods(self, cls: ast.ClassDef, name: str) -> list[ast.AST]:
-        own = [n for n in cls.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name]
+        own = [
+            n for n in cls.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == name
+        ]
         if own:
             return own
         return [f for base in cls.bases if isinstance(base, ast.Name) and base.id in self.classes and base.id != cls.name
@@ -179,9 +307,15 @@ class _Reader:
         out: dict[str, list[str]] = {}
         for node in ast.walk(cls):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                made = self.dotted(node.value.func) or (node.value.func.id if isinstance(node.value.func, ast.Name) else "")
+                made = self.dotted(node.value.func) or (
+                    node.value.func.id if isinstance(node.value.func, ast.Name) else ""
+                )
                 for target in node.targets:
-                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and isinstance(target.value, ast.Name)
+                        and target.value.id == "self"
+                    ):
                         out.setdefault(target.attr, []).append(made)
         return out
 
@@ -198,18 +332,31 @@ class _Reader:
                 continue
             name = self.dotted(node.func) or ""
             parts = name.split(".")
-            if name.startswith(("torch.nn.functional.", "torch.linalg.", "torch.special.", "torch.fft.", "torch.nn.init.")):
+            if name.startswith(
+                ("torch.nn.functional.", "torch.linalg.", "torch.special.", "torch.fft.", "torch.nn.init.")
+            ):
                 self.add("disallowed_aten", name, node)
             elif name.startswith("torch.nn.") and parts[-1][:1].isupper() and parts[-1] not in CONTAINERS:
                 self.add("disallowed_aten", f"{name} made inside forward", node)
-            elif len(parts) == 2 and parts[0] == "torch" and parts[1] not in ALLOWED_TORCH and not parts[1].startswith(("float", "int", "bfloat", "half", "uint", "bool", "double", "long")):
+            elif (
+                len(parts) == 2
+                and parts[0] == "torch"
+                and parts[1] not in ALLOWED_TORCH
+                and not parts[1].startswith(
+                    ("float", "int", "bfloat", "half", "uint", "bool", "double", "long")
+                )
+            ) or name.startswith("torch.Tensor."):
                 self.add("disallowed_aten", name, node)
-            elif name.startswith("torch.Tensor."):
-                self.add("disallowed_aten", name, node)
-            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+            elif (
+                isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "self"
+            ):
                 for made in modules.get(node.func.attr, []):
                     if made.startswith("torch.nn.") and made.split(".")[-1] not in CONTAINERS:
-                        self.add("disallowed_aten", f"calls the submodule self.{node.func.attr} ({made})", node)
+                        self.add(
+                            "disallowed_aten", f"calls the submodule self.{node.func.attr} ({made})", node
+                        )
 
 
 def _harmless_setting(name: str) -> bool:

@@ -28,16 +28,32 @@ class Trial:
     aliases: list[bool]
     inputs_changed: bool
 
-    def compare_outputs(self, answer: dict[str, Any], payload: bytearray, tolerance: float | None) -> tuple[judge.Mismatch | None, dict[str, float]]:
-        return judge.compare(self.outputs, memoryview(self.output_bytes), answer.get("outputs") or {}, memoryview(payload), tolerance)
+    def compare_outputs(
+        self, answer: dict[str, Any], payload: bytearray, tolerance: float | None
+    ) -> tuple[judge.Mismatch | None, dict[str, float]]:
+        return judge.compare(
+            self.outputs,
+            memoryview(self.output_bytes),
+            answer.get("outputs") or {},
+            memoryview(payload),
+            tolerance,
+        )
 
-    def compare(self, answer: dict[str, Any], payload: bytearray, tolerance: float | None) -> tuple[judge.Mismatch | None, dict[str, float]]:
+    def compare(
+        self, answer: dict[str, Any], payload: bytearray, tolerance: float | None
+    ) -> tuple[judge.Mismatch | None, dict[str, float]]:
         mismatch, worst = self.compare_outputs(answer, payload, tolerance)
         if mismatch is None and answer.get("inputs_changed") and not self.inputs_changed:
-            mismatch = judge.Mismatch("mutated_input", "forward changed one of its inputs, which the reference leaves alone")
+            mismatch = judge.Mismatch(
+                "mutated_input", "forward changed one of its inputs, which the reference leaves alone"
+            )
         aliases = answer.get("aliases") or []
-        if mismatch is None and any(have and not want for want, have in zip(self.aliases, aliases, strict=False)):
-            mismatch = judge.Mismatch("aliased_output", "an output shares memory with an input, which the reference's does not")
+        if mismatch is None and any(
+            have and not want for want, have in zip(self.aliases, aliases, strict=False)
+        ):
+            mismatch = judge.Mismatch(
+                "aliased_output", "an output shares memory with an input, which the reference's does not"
+            )
         return mismatch, worst
 
 
@@ -78,7 +94,11 @@ class Reference:
         job = zygote.fork()
         limit = max(self.timeout_s * 6, 60.0)
         try:
-            job.ask({"do": "load", "name": "task", "role": "task", "defines": ["Model", "get_inputs"]}, self.task.source.encode(), timeout_s=limit)
+            job.ask(
+                {"do": "load", "name": "task", "role": "task", "defines": ["Model", "get_inputs"]},
+                self.task.source.encode(),
+                timeout_s=limit,
+            )
             answer, payload = job.ask({"do": "reference", "seed": self.model_seed}, timeout_s=limit)
         except JobError as error:
             job.close()
@@ -92,15 +112,26 @@ class Reference:
     def _trial(self, number: int, group: int) -> Trial:
         try:
             answer, payload = self._job.ask(
-                {"do": "reference_trial", "seed": self._seed(f"trial {number}"), "group": group}, timeout_s=max(self.timeout_s * 6, 60.0)
+                {"do": "reference_trial", "seed": self._seed(f"trial {number}"), "group": group},
+                timeout_s=max(self.timeout_s * 6, 60.0),
             )
         except JobError as error:
             self._stop()
             raise TaskError(f"task {self.task.id}: the reference fails: {_located(error)}") from error
         cut = answer["inputs_bytes"]
         if "bad" in str(answer["outputs"].get("t")):
-            raise TaskError(f"task {self.task.id}: the reference returns {answer['outputs'].get('why')}, not tensors")
-        return Trial(group, answer["inputs"], bytes(payload[:cut]), answer["outputs"], bytes(payload[cut:]), answer["aliases"], answer["inputs_changed"])
+            raise TaskError(
+                f"task {self.task.id}: the reference returns {answer['outputs'].get('why')}, not tensors"
+            )
+        return Trial(
+            group,
+            answer["inputs"],
+            bytes(payload[:cut]),
+            answer["outputs"],
+            bytes(payload[cut:]),
+            answer["aliases"],
+            answer["inputs_changed"],
+        )
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[Job]:
@@ -111,7 +142,11 @@ class Reference:
                 for number, trial in enumerate(self.timing_sets):
                     if number == 0:
                         self._trial(self.trials.index(trial), trial.group)
-                    self._job.ask({"do": "keep_inputs", "inputs": trial.inputs}, trial.input_bytes, timeout_s=self.timeout_s)
+                    self._job.ask(
+                        {"do": "keep_inputs", "inputs": trial.inputs},
+                        trial.input_bytes,
+                        timeout_s=self.timeout_s,
+                    )
             try:
                 yield self._job
             except BaseException:

@@ -11,7 +11,12 @@ from typing import Any
 
 from musalib.mooreeval.build import BuildRequest
 
-FIELDS = {"cpp_sources": "cpp", "functions": "functions", "extra_cflags": "cflags", "extra_ldflags": "ldflags"}
+FIELDS = {
+    "cpp_sources": "cpp",
+    "functions": "functions",
+    "extra_cflags": "cflags",
+    "extra_ldflags": "ldflags",
+}
 IGNORED = {"name", "verbose", "build_directory", "with_cuda", "keep_intermediates"}
 
 
@@ -27,7 +32,11 @@ def literal_requests(source: str) -> list[BuildRequest]:
     }  # fmt: skip
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node) == "load_inline" and (request := _read(node, constants)):
+        if (
+            isinstance(node, ast.Call)
+            and _called(node) == "load_inline"
+            and (request := _read(node, constants))
+        ):
             found.append(request)
     return found
 
@@ -38,7 +47,9 @@ def _called(node: ast.Call) -> str:
 
 def _read(node: ast.Call, constants: dict[str, ast.expr]) -> BuildRequest | None:
     values: dict[str, Any] = {}
-    named = [*zip(("name", "cpp_sources", "cuda_sources", "sycl_sources", "functions"), node.args, strict=False)]
+    named = [
+        *zip(("name", "cpp_sources", "cuda_sources", "sycl_sources", "functions"), node.args, strict=False)
+    ]
     named += [(k.arg, k.value) for k in node.keywords]
     for name, expression in named:
         if name in IGNORED:
@@ -52,7 +63,11 @@ def _read(node: ast.Call, constants: dict[str, ast.expr]) -> BuildRequest | None
         if isinstance(value, dict):
             value = list(value)
         values[FIELDS[name]] = (value,) if isinstance(value, str) else tuple(value or ())
-    if not values.get("cpp") or not values.get("functions") or not all(isinstance(x, str) for v in values.values() for x in v):
+    if (
+        not values.get("cpp")
+        or not values.get("functions")
+        or not all(isinstance(x, str) for v in values.values() for x in v)
+    ):
         return None
     return BuildRequest(**values)
 

@@ -26,7 +26,13 @@ shim: Any = None
 # Bound before candidate code exists in this process; see codec.py.
 _no_grad, _manual_seed, _Tensor = torch.no_grad, torch.manual_seed, torch.Tensor
 _copy, _data_ptr, _exit, _listdir = torch.Tensor.copy_, torch.Tensor.data_ptr, os._exit, os.listdir
-_send, _receive, _encode, _decode, _bytes = wire.send, wire.receive, codec.encode, codec.decode, codec.tensor_bytes
+_send, _receive, _encode, _decode, _bytes = (
+    wire.send,
+    wire.receive,
+    codec.encode,
+    codec.decode,
+    codec.tensor_bytes,
+)
 
 
 def warm_up(shim_path: str) -> None:
@@ -40,7 +46,9 @@ def warm_up(shim_path: str) -> None:
     shim.trace_install()
     with torch.no_grad():
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-        _decode(*_encode([model(torch.randn(2, 4)).softmax(-1), torch.nn.functional.gelu(torch.ones(3)), 1, 2.5]))
+        _decode(
+            *_encode([model(torch.randn(2, 4)).softmax(-1), torch.nn.functional.gelu(torch.ones(3)), 1, 2.5])
+        )
     shim.trace_start()
     shim.trace_stop()
 
@@ -114,7 +122,11 @@ class Job:
         loader.exec_module(real)
         for key, value in vars(real).items():
             if not key.startswith("__"):
-                setattr(extension, key, self.counted(value) if callable(value) and not isinstance(value, type) else value)
+                setattr(
+                    extension,
+                    key,
+                    self.counted(value) if callable(value) and not isinstance(value, type) else value,
+                )
         return extension
 
     def counted(self, function: Any) -> Any:
@@ -140,12 +152,26 @@ class Job:
         """Inputs drawn under the seed and the outputs they give, in one payload cut at `inputs_bytes`."""
         space = self.module.__dict__
         _manual_seed(head["seed"])
-        inputs = space["get_input_groups"]()[head["group"]] if "get_input_groups" in space else space["get_inputs"]()
+        inputs = (
+            space["get_input_groups"]()[head["group"]]
+            if "get_input_groups" in space
+            else space["get_inputs"]()
+        )
         described_inputs, data = _encode(list(inputs))
         self.fill_buffers(described_inputs, data)
         outputs, report = self.forward(described_inputs, data)
         described, out = _encode(outputs, allow_pickle=False)
-        _send(self.channel, {"event": "trial", "inputs": described_inputs, "inputs_bytes": len(data), "outputs": described, **report}, data + out)
+        _send(
+            self.channel,
+            {
+                "event": "trial",
+                "inputs": described_inputs,
+                "inputs_bytes": len(data),
+                "outputs": described,
+                **report,
+            },
+            data + out,
+        )
 
     # -- the candidate's side -------------------------------------------------------------------------------------
     def build_candidate(self, head: dict, payload: bytes) -> None:
@@ -167,7 +193,9 @@ class Job:
     def fill_buffers(self, described: Any, payload: bytes) -> None:
         """New values in the memory that the last call's inputs had, where shapes allow: a pointer proves nothing."""
         fresh = _decode(described, payload)
-        same = len(fresh) == len(self.buffers) and all(_same_layout(a, b) for a, b in zip(fresh, self.buffers, strict=True))
+        same = len(fresh) == len(self.buffers) and all(
+            _same_layout(a, b) for a, b in zip(fresh, self.buffers, strict=True)
+        )
         if not same:
             self.buffers = fresh
             return
@@ -211,7 +239,10 @@ class Job:
         The judge holds the clock. Afterwards it names one call whose output it wants to see.
         """
         order, model, buffers, sets, kept = head["order"], self.model, self.buffers, self.sets, []
-        pairs = [[(b, s) for b, s in zip(buffers, chosen, strict=True) if isinstance(b, _Tensor)] for chosen in sets]
+        pairs = [
+            [(b, s) for b, s in zip(buffers, chosen, strict=True) if isinstance(b, _Tensor)]
+            for chosen in sets
+        ]
         run, window = head["forward"], head["window"]
         with _no_grad():
             for index in order:
@@ -244,7 +275,9 @@ def _construct(cls: type, arguments: Any) -> Any:
 def _same_layout(a: Any, b: Any) -> bool:
     if isinstance(a, _Tensor) != isinstance(b, _Tensor):
         return False
-    return not isinstance(a, _Tensor) or (a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride())
+    return not isinstance(a, _Tensor) or (
+        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+    )
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -295,7 +328,9 @@ def serve(channel: socket.socket) -> None:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Type, message and the innermost line of candidate or task code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in ("candidate.py", "task.py")]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if f.filename in ("candidate.py", "task.py")
+    ]
     return {
         "event": "error", "type": type(error).__name__, "message": str(error)[:4000],
         "line": frames[-1].lineno if frames else None, "code": (frames[-1].line or "")[:200] if frames else None,

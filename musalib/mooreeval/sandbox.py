@@ -43,7 +43,10 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     encode = lambda text: text.encode() if text is not None else None  # noqa: E731
-    _check(libc.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)), f"mount {target}")
+    _check(
+        libc.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)),
+        f"mount {target}",
+    )
 
 
 def die_with_parent() -> None:
@@ -68,7 +71,10 @@ def enter_outer(keep: list[Path]) -> str:
             Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         mount("none", "/", None, MS_REC | MS_PRIVATE)
         attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-        _check(libc.syscall(SYS_MOUNT_SETATTR, -100, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)), "read-only view")
+        _check(
+            libc.syscall(SYS_MOUNT_SETATTR, -100, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)),
+            "read-only view",
+        )
         mask_private_folders(keep, "4g")  # after the line above: these stay writable
         # the last step is a trial run of what every job will need
         pid = os.fork()
@@ -96,7 +102,9 @@ def mask_private_folders(keep: list[Path], size: str) -> None:
 
 def _under_private(keep: list[Path]) -> list[Path]:
     """Folders to bind back, outermost first, each once."""
-    inside = sorted({p.resolve() for p in keep if any(p.resolve().is_relative_to(f) for f in PRIVATE_FOLDERS)})
+    inside = sorted(
+        {p.resolve() for p in keep if any(p.resolve().is_relative_to(f) for f in PRIVATE_FOLDERS)}
+    )
     return [p for p in inside if not any(q != p and p.is_relative_to(q) for q in inside)]
 
 

@@ -31,13 +31,25 @@ class JobError(Exception):
 
 
 class Zygote:
-    def __init__(self, shim: Path, keep: list[Path], isolate: bool = True, memory_bytes: int = 16 << 30, cpu_seconds: int = 3600) -> None:
+    def __init__(
+        self,
+        shim: Path,
+        keep: list[Path],
+        isolate: bool = True,
+        memory_bytes: int = 16 << 30,
+        cpu_seconds: int = 3600,
+    ) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         settings = {
             "shim": str(shim), "isolate": isolate, "memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds,
             "keep": [str(p) for p in keep], "scratch": str(keep[0]),
         }  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "musalib.mooreeval.zygote", str(theirs.fileno()), json.dumps(settings)],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -65,7 +77,9 @@ class Zygote:
                         self.process.wait(2)
                     if self.process.poll() is not None and self.process.stderr:
                         why = self.process.stderr.read().decode(errors="replace")[-500:]
-                    raise InfraError(f"the verifier's worker did not start: {why or 'no answer within 120 s'}")
+                    raise InfraError(
+                        f"the verifier's worker did not start: {why or 'no answer within 120 s'}"
+                    )
                 self._hello = json.loads(line)
             return self._hello
 
@@ -125,7 +139,9 @@ class Job:
         line, _, self._text = self._text.partition("\n")
         return line
 
-    def ask(self, head: dict[str, Any], payload: bytes | bytearray = b"", *, timeout_s: float) -> tuple[dict[str, Any], bytearray]:
+    def ask(
+        self, head: dict[str, Any], payload: bytes | bytearray = b"", *, timeout_s: float
+    ) -> tuple[dict[str, Any], bytearray]:
         """Send one command and wait for its answer. Raises JobError; the job is dead or useless afterwards unless kind is error."""
         self.channel.settimeout(timeout_s + 1)
         try:
@@ -158,7 +174,9 @@ class Job:
             name = {signal.SIGSEGV: "segmentation fault", signal.SIGABRT: "abort", signal.SIGFPE: "arithmetic fault",
                     signal.SIGBUS: "bus error", signal.SIGILL: "illegal instruction", signal.SIGKILL: "killed"}.get(number, "signal")  # fmt: skip
             return JobError("crash", f"the process died: {name} (signal {number})")
-        return JobError("exit", f"the process ended by itself with status {os.WEXITSTATUS(status)} before it answered")
+        return JobError(
+            "exit", f"the process ended by itself with status {os.WEXITSTATUS(status)} before it answered"
+        )
 
     def close(self) -> None:
         """Kill the whole tree: the job is the first process of its namespace."""

@@ -39,9 +39,14 @@ class _Side:
     def __init__(self, job: Job, timeout_s: float, window: int) -> None:
         self.job, self.timeout_s, self.window = job, timeout_s, window
 
-    def block(self, order: list[int], forward: bool) -> tuple[float, tuple[dict[str, Any], bytearray] | None, int]:
+    def block(
+        self, order: list[int], forward: bool
+    ) -> tuple[float, tuple[dict[str, Any], bytearray] | None, int]:
         start = time.perf_counter()
-        self.job.ask({"do": "block", "order": order, "forward": forward, "window": self.window}, timeout_s=self.timeout_s)
+        self.job.ask(
+            {"do": "block", "order": order, "forward": forward, "window": self.window},
+            timeout_s=self.timeout_s,
+        )
         elapsed = time.perf_counter() - start
         if not forward:
             return elapsed, None, 0
@@ -51,11 +56,16 @@ class _Side:
         return elapsed, sample, order[len(order) - kept + back]
 
 
-def measure(reference: Job, candidate: Job, sets: int, pairs: int, timeout_s: float, check: Any, core: int | None) -> Timing:
+def measure(
+    reference: Job, candidate: Job, sets: int, pairs: int, timeout_s: float, check: Any, core: int | None
+) -> Timing:
     """`check(set_index, sample)` raises JobError when a timed output is wrong. `sets`: input sets both sides hold."""
     rng = random.SystemRandom()
     with _core:
-        sides = {"reference": _Side(reference, timeout_s, 1), "candidate": _Side(candidate, timeout_s, WINDOW)}
+        sides = {
+            "reference": _Side(reference, timeout_s, 1),
+            "candidate": _Side(candidate, timeout_s, WINDOW),
+        }
         if core is not None:
             for side in sides.values():
                 side.job.ask({"do": "pin", "core": core}, timeout_s=timeout_s)

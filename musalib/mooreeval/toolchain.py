@@ -42,7 +42,11 @@ def cache_root() -> Path:
 
 def compiler_environment() -> dict[str, str]:
     """Environment of every compiler call: no ccache, English messages, nothing else of the caller's settings."""
-    keep = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "CPATH", "MUSALIB_CASE")}
+    keep = {
+        k: v
+        for k, v in os.environ.items()
+        if k in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "CPATH", "MUSALIB_CASE")
+    }
     return {**keep, "CCACHE_DISABLE": "1", "LC_ALL": "C", "GCC_COLORS": ""}
 
 
@@ -67,8 +71,12 @@ class Toolchain:
         compiler = os.environ.get("CXX") or "g++"
         path = shutil.which(compiler)
         if path is None:
-            raise ToolchainError(f"no C++ compiler: {compiler!r} is not on PATH. Install g++ >= 11 (Debian: apt-get install g++) or set CXX")
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()[:1]
+            raise ToolchainError(
+                f"no C++ compiler: {compiler!r} is not on PATH. Install g++ >= 11 (Debian: apt-get install g++) or set CXX"
+            )
+        version = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, check=False
+        ).stdout.splitlines()[:1]
         digest = hashlib.sha256()
         for part in (path, *version, metadata.version("torch"), sys.version, BUILD_VERSION, *LIGHT_FLAGS):
             digest.update(part.encode())
@@ -116,7 +124,9 @@ class Toolchain:
         """Every identifier in the preprocessed real header: names a batched candidate must not define."""
         return frozenset((self.shared / "header_names.txt").read_text().split())
 
-    def run(self, arguments: list[str], timeout_s: float, cwd: Path | None = None, program: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, arguments: list[str], timeout_s: float, cwd: Path | None = None, program: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """One call of the compiler (or of `program`). At the deadline the driver and its children (cc1plus, as, ld) die together."""
         command = [program or self.compiler, *arguments]
         process = subprocess.Popen(
@@ -164,11 +174,24 @@ class Toolchain:
     def _build_shim(self) -> None:
         lib = self.torch_root / "lib"
         source = str(NATIVE / "shim.cpp")
-        self._build(["-w", "-O2", *self.full_flags, source, *self.full_link_flags, f"-Wl,-rpath,{lib}", "-Wl,-soname,musa_shim.so"], self.shim)
+        self._build(
+            [
+                "-w",
+                "-O2",
+                *self.full_flags,
+                source,
+                *self.full_link_flags,
+                f"-Wl,-rpath,{lib}",
+                "-Wl,-soname,musa_shim.so",
+            ],
+            self.shim,
+        )
 
     def _build_full(self) -> None:
         header = str(self.torch_root / "include/torch/extension.h")
-        self._build(["-w", *self.full_flags, "-x", "c++-header", header], self.full_include / "torch/extension.h.gch")
+        self._build(
+            ["-w", *self.full_flags, "-x", "c++-header", header], self.full_include / "torch/extension.h.gch"
+        )
         target = self.shared / "header_names.txt"
         if target.exists():
             return
@@ -184,7 +207,9 @@ class Toolchain:
         partial = target.with_name(target.name + ".part")
         done = self.run([*arguments, "-o", str(partial)], 1200)
         if done.returncode != 0:
-            raise ToolchainError(f"cannot build {target.name}: {first_error(done.stderr) or done.stderr[-500:]}")
+            raise ToolchainError(
+                f"cannot build {target.name}: {first_error(done.stderr) or done.stderr[-500:]}"
+            )
         partial.replace(target)
 
 

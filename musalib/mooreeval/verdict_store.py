@@ -22,10 +22,14 @@ class VerdictStore:
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, record TEXT NOT NULL)")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, record TEXT NOT NULL)"
+            )
             self._db.commit()
         except sqlite3.DatabaseError as error:
-            raise ValueError(f"{self.path} is no verdict store ({error}); move it away or choose another path") from error
+            raise ValueError(
+                f"{self.path} is no verdict store ({error}); move it away or choose another path"
+            ) from error
 
     def get(self, key: str) -> Verdict | None:
         with self._lock:
@@ -34,7 +38,9 @@ class VerdictStore:
 
     def put(self, key: str, verdict: Verdict) -> None:
         with self._lock:
-            self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, json.dumps(verdict.to_dict())))
+            self._db.execute(
+                "INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, json.dumps(verdict.to_dict()))
+            )
             self._db.commit()
 
     def __len__(self) -> int:

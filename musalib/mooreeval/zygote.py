@@ -23,7 +23,9 @@ from musalib.mooreeval import sandbox, wire
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = json.loads(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the judge, which then closes this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C belongs to the judge, which then closes this process
     keep = [Path(p) for p in settings["keep"]]
     isolation = sandbox.enter_outer(keep) if settings["isolate"] else "plain"
 
@@ -35,8 +37,12 @@ def main() -> None:
     runner.warm_up(settings["shim"])
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of this process
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stderr was for a failed start; nobody reads it from here on
-    control.sendall((json.dumps({"ready": True, "isolation": isolation, "torch": torch.__version__}) + "\n").encode())
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # stderr was for a failed start; nobody reads it from here on
+    control.sendall(
+        (json.dumps({"ready": True, "isolation": isolation, "torch": torch.__version__}) + "\n").encode()
+    )
     serve(control, settings, isolation)
 
 
@@ -61,7 +67,9 @@ def serve(control: socket.socket, settings: dict, isolation: str) -> None:
             start(fds[0], fds[1], home, running, settings, isolation)
 
 
-def start(channel: int, status: int, home: int, running: dict[int, tuple[int, int]], settings: dict, isolation: str) -> None:
+def start(
+    channel: int, status: int, home: int, running: dict[int, tuple[int, int]], settings: dict, isolation: str
+) -> None:
     try:
         if isolation == "namespaces":
             sandbox.next_child_in_own_pid_namespace(home)
