@@ -79,6 +79,7 @@ class Profile:
     tune_tasks: int = 100
     eval_tasks: int = 120
     eval_samples: int = 8
+    eval_repairs: int = 2  # of these, answers that may be repaired
     eval_turns: int = 3
 
     # the verifier
@@ -113,6 +114,7 @@ PROFILES = {
             tune_tasks=6,
             eval_tasks=6,
             eval_samples=4,
+            eval_repairs=1,
             trials=2,
             timing_pairs=2,
         ),

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from musalib import profiles, store
+from musalib import profiles, store, tables
 from musalib.parameters import UsageError
 from musalib.stage import DATA, Stage
 from musalib.tasks import Task, load_tasks
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from musalib.mooreeval import EvalConfig
     from musalib.training.sft import SFTStageConfig
 
@@ -177,26 +175,22 @@ def run_control(stage: Stage, of: str) -> Path:
 # --- evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate(stage: Stage, policy: Path, name: str = "eval", turns: int | None = None) -> pd.DataFrame:
+def evaluate(stage: Stage, policy: Path, name: str = "eval", repairs: bool = True) -> None:
     """The policy on the final set, which nothing was tuned on; rows in `<name>.jsonl` of the stage's folder.
 
-    `turns` above 1 lets a failed answer be repaired; first turns are the single-turn result.
+    With `repairs`, `eval_repairs` answers per task get up to `eval_turns` turns too: `<name>_turns.jsonl`.
     """
     from musalib.training.evaluation import evaluate_policy
 
     profile = stage.profile
-    turns = turns or profile.eval_turns
-    with stage.evaluator(timing=turns > 1) as evaluator:
-        return evaluate_policy(
-            policy,
-            stage.tasks("final"),
-            evaluator,
-            stage.folder / f"{name}.jsonl",
-            n=profile.eval_samples,
-            max_turns=turns,
-            max_new_tokens=profile.max_new_tokens,
-            backend=profile.backend,
-        )
+    tasks = stage.tasks("final")
+    settings = {"max_new_tokens": profile.max_new_tokens, "backend": profile.backend}
+    with stage.evaluator(timing=repairs) as evaluator:
+        path = stage.folder / f"{name}.jsonl"
+        evaluate_policy(policy, tasks, evaluator, path, n=profile.eval_samples, **settings)
+        if repairs:
+            settings |= {"n": profile.eval_repairs, "max_turns": profile.eval_turns, "greedy": False}
+            evaluate_policy(policy, tasks, evaluator, tables.turns_file(path), **settings)
 
 
 def load_suite(suite: str, levels: set[int]) -> list[Task]:

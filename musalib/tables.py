@@ -29,8 +29,16 @@ SHOWN = {  # figure of an evaluation -> heading
 }
 
 
+def turns_file(path: Path) -> Path:
+    """Where the multi-turn rows beside an evaluation's file are."""
+    return path.with_name(f"{path.stem}_turns.jsonl")
+
+
 class Evaluation:
-    """One evaluation's value per task and figure: frame [task, figure] with `k` samples per task."""
+    """One evaluation's value per task and figure: frame [task, figure] with `k` samples per task.
+
+    First and best turn come from the few samples that were repaired, where there are any.
+    """
 
     def __init__(self, path: Path) -> None:
         from musalib.training.evaluation import read_evaluation, task_values
@@ -38,7 +46,10 @@ class Evaluation:
         frame = read_evaluation(path)
         self.k = int(frame["sample"].max()) + 1
         names = {f"pass_at_{self.k}": "pass_at_k", f"avg_at_{self.k}": "avg_at_k"}
-        self.values = task_values(frame).rename(columns=names)
+        self.values = task_values(frame).rename(columns=names).drop(columns=["acc_first", "acc_best"])
+        if turns_file(path).exists():
+            turns = task_values(read_evaluation(turns_file(path)))
+            self.values = self.values.join(turns[["acc_first", "acc_best"]])
         self.depth = frame.drop_duplicates("task").set_index("task")["depth"].map(lambda d: str(int(d)))
 
     def of_depth(self, depth: str) -> pd.DataFrame:

@@ -33,8 +33,13 @@ class Task:
     meta: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and not self.tolerance >= 0:
-            raise TaskError(f"task {self.id}: tolerance must be >= 0 or None, got {self.tolerance}")
+        if not isinstance(self.id, str) or not self.id:
+            raise TaskError(f"a task id must be a non-empty string, got {self.id!r}")
+        if not isinstance(self.source, str):
+            raise TaskError(f"task {self.id}: source must be Python text, got {type(self.source).__name__}")
+        tolerance = self.tolerance
+        if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance >= 0):
+            raise TaskError(f"task {self.id}: tolerance must be a number >= 0 or None, got {tolerance!r}")
         check_source(self.source, self.id)
 
     @classmethod
@@ -52,6 +57,10 @@ class Task:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Task:
         known = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(record, dict):
+            raise TaskError(
+                f"a task record must be an object with id and source, got {type(record).__name__}"
+            )
         if missing := {"id", "source"} - record.keys():
             raise TaskError(f"a task record needs {sorted(missing)}")
         return cls(**{name: value for name, value in record.items() if name in known})
@@ -61,7 +70,7 @@ def check_source(source: str, name: str = "task") -> None:
     """Raise TaskError with the line and the reason when `source` is no KernelBench-style module."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         raise TaskError(f"{name}: not valid Python{f' (line {line})' if line else ''}: {error}") from error
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -37,15 +37,17 @@ class Verdict:
     speedup: float | None = None
     detail: str | None = None
     reward: float | None = None
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in CATEGORIES:
             raise ValueError(
                 f"unknown verdict category {self.category!r}; allowed: {', '.join(CATEGORIES)} (with an optional ':what')"
             )
-        if self.q is not None and not 0.0 <= self.q <= 1.0:
-            raise ValueError(f"q is the share of trials passed and must lie in [0, 1], got {self.q}")
+        if self.q is not None and not (isinstance(self.q, (int, float)) and 0.0 <= self.q <= 1.0):
+            raise ValueError(f"q is the share of trials passed and must lie in [0, 1], got {self.q!r}")
+        if not isinstance(self.evidence, dict):
+            raise ValueError(f"evidence must be an object, got {type(self.evidence).__name__}")
 
     @property
     def kind(self) -> str:
@@ -67,5 +69,5 @@ class Verdict:
             raise ValueError("a verdict record needs a 'category' string")
         known = {f.name for f in dataclasses.fields(cls)}
         values = {name: value for name, value in record.items() if name in known}
-        values["evidence"] = dict(values.get("evidence") or {})
+        values["evidence"] = values.get("evidence") or {}
         return cls(**values)

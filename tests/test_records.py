@@ -129,3 +129,18 @@ def test_verdict_refuses_other_records(record):
 def test_verdict_refuses_impossible_pass_shares(q):
     with pytest.raises(ValueError, match="q is the share"):
         Verdict("ok", q=q)
+
+
+@pytest.mark.parametrize(
+    "record", [[1], {"id": None, "source": "x"}, {"id": "a", "source": 3}, {"source": "x"}]
+)
+def test_task_records_of_the_wrong_kind_are_task_errors(record):
+    with pytest.raises(TaskError):
+        Task.from_dict(record)
+
+
+def test_verdicts_hash_and_refuse_wrong_types():
+    assert len({Verdict("ok", evidence={"a": [1]}), Verdict("ok", evidence={"a": [1]})}) == 1
+    for record in ({"category": "ok", "q": "1"}, {"category": "ok", "evidence": 5}):
+        with pytest.raises(ValueError):
+            Verdict.from_dict(record)
