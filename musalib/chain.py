@@ -176,6 +176,7 @@ def execute(source: Path, target: Path, values: dict[str, Any], out: Screen) -> 
                 log_output=True,
                 cwd=str(runs.repository_root()),
                 config=Config({"KernelManager": sockets}),
+                extra_arguments=["--log-level=50"],  # what the kernel logs about itself is for no reader here
             )
     except papermill.PapermillExecutionError as error:
         first = next((line for line in error.source.splitlines() if line.strip()), "")
@@ -224,7 +225,6 @@ class Screen(logging.Handler):
     def __init__(self, log: Path) -> None:
         super().__init__()
         self.cell = "before its first cell"
-        self.head = ""
         self._log = log.open("a", encoding="utf-8", errors="replace")
         self._shown = time.monotonic()
 
@@ -233,6 +233,8 @@ class Screen(logging.Handler):
         if text.startswith("Executing Cell"):
             self.cell = f"cell {text.split()[2].rstrip('-')}"
         self._write(text)
+        if text.startswith(("Executing Cell", "Ending Cell")):
+            return
         if time.monotonic() - self._shown > QUIET_S and (lines := text.splitlines()):
             self._show(f"    {self.cell}: {lines[-1][:100]}")
 

@@ -132,6 +132,7 @@ def run_rl_multi(stage: Stage) -> Path:
         "alpha": profile.alpha,
         "p_buf": profile.retry_share,
         "retry_capacity": profile.retry_capacity,
+        "retry_start_step": profile.multi_steps // 3,  # once there is something worth repairing
     }
     return reinforce(stage, stage.input("05_rl_single_turn", "policy"), sizes)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from musalib.python_source import PARSE_ERRORS, parse
+
 REQUIRED_FUNCTIONS = ("get_inputs", "get_init_inputs")
 
 
@@ -69,8 +71,8 @@ class Task:
 def check_source(source: str, name: str = "task") -> None:
     """Raise TaskError with the line and the reason when `source` is no KernelBench-style module."""
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        tree = parse(source)
+    except PARSE_ERRORS as error:
         line = getattr(error, "lineno", None)
         raise TaskError(f"{name}: not valid Python{f' (line {line})' if line else ''}: {error}") from error
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from dataclasses import dataclass
 from typing import ClassVar
@@ -251,3 +252,68 @@ def test_doctor_names_the_missing_compiler_and_its_fix(monkeypatch, capsys, tmp_
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "g++ was not found" in out and "apt install g++" in out
+
+
+@pytest.mark.slow
+def test_the_real_verifier_behind_the_command(files):
+    from musalib import examples
+
+    (files / "task.py").write_text(examples.TASK.source)
+    for name, category in [
+        ("native loop", "ok"),
+        ("calls PyTorch in forward", "cheating"),
+        ("missing semicolon", "compile_error"),
+    ]:
+        (files / "answer.txt").write_text(examples.CANDIDATES[name])
+        command = [
+            sys.executable,
+            "-m",
+            "musalib",
+            "verify",
+            "task.py",
+            "answer.txt",
+            "--json",
+            "--trials",
+            "2",
+            "--no-timing",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert Verdict.from_dict(json.loads(done.stdout)).kind == category
+    (files / "task.py").write_text(examples.TASK.source.replace("torch.relu(x)", "torch.no_such_operator(x)"))
+    assert subprocess.run(command, capture_output=True).returncode == 2  # the task itself is broken
+
+
+@pytest.mark.slow
+def test_a_real_batch_killed_at_work_is_completed_by_resume(files):
+    import random
+
+    from musalib.synthesis.teacher import write_unreliable
+    from musalib.synthesis.workloads import sample_programs, task_of
+
+    rng = random.Random(0)
+    programs = sample_programs("train", 40, 1)
+    jobs = [job(i, write_unreliable(p, rng), task_of(p).source) for i, p in enumerate(programs)]
+    write_jobs(files, *jobs)
+    command = [
+        sys.executable,
+        "-m",
+        "musalib",
+        *BATCH,
+        "--resume",
+        "--no-cache",
+        "--no-timing",
+        "--trials",
+        "2",
+    ]
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    out = files / "verdicts.jsonl"
+    while first.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 5):
+        time.sleep(0.02)
+    first.kill()
+    first.wait()
+    before = out.read_bytes().count(b"\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stderr
+    assert sorted(int(v["id"]) for v in read(files)) == list(range(40))
+    assert f"{before} were there before" in done.stderr

@@ -4,6 +4,7 @@ import json
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from musalib.mooreeval.build import SAFE_FLAG, UNSAFE_FLAG, tidy
 from musalib.mooreeval.cpp_source import scan
 from musalib.mooreeval.extract import ExtractError, extract
 from musalib.mooreeval.requests import literal_requests
+from musalib.python_source import parse
 from musalib.verdict import Verdict
 
 MODULE = "import torch\nclass ModelNew(torch.nn.Module):\n    pass\n"
@@ -47,6 +49,12 @@ def test_extract_names_what_is_missing(response, category):
     with pytest.raises(ExtractError) as error:
         extract(response)
     assert error.value.category == category
+
+
+def test_parsing_in_many_threads_at_once():
+    sources = [MODULE + "\n".join(f"x{i} = [{i}, {j}]" for i in range(300)) for j in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [len(tree.body) for tree in pool.map(parse, sources)] == [302] * 24
 
 
 # --- C++ scan ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
+
+from musalib.python_source import PARSE_ERRORS, parse
 
 # An opening fence at the start of a line; the closing one may be missing when the response was cut off.
 FENCE = re.compile(
@@ -51,8 +52,8 @@ def extract(response: str | bytes) -> str:
 
 def _checked(source: str) -> str:
     try:
-        ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        parse(source)
+    except PARSE_ERRORS as error:
         line = getattr(error, "lineno", None)
         where = f"candidate.py:{line}: " if line else ""
         message = getattr(error, "msg", None) or str(error)

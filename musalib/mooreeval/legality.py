@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from musalib.mooreeval.cpp_source import Finding, scan
+from musalib.python_source import parse
 
 ALLOWED_TORCH = {
     "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "Size", "device",
@@ -110,7 +111,7 @@ CONTAINERS = {"Parameter", "ParameterList", "ParameterDict", "Module", "ModuleLi
 
 def python_findings(source: str) -> list[Finding]:
     """Findings of layer 1 with file positions. `source` is known to parse."""
-    return _Reader(ast.parse(source)).read()
+    return _Reader(parse(source)).read()
 
 
 def cpp_findings(sources: list[str]) -> list[Finding]:

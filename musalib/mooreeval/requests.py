@@ -10,6 +10,7 @@ import ast
 from typing import Any
 
 from musalib.mooreeval.build import BuildRequest
+from musalib.python_source import PARSE_ERRORS, parse
 
 FIELDS = {
     "cpp_sources": "cpp",
@@ -22,8 +23,8 @@ IGNORED = {"name", "verbose", "build_directory", "with_cuda", "keep_intermediate
 
 def literal_requests(source: str) -> list[BuildRequest]:
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parse(source)
+    except PARSE_ERRORS:
         return []
     constants = {
         target.id: node.value

@@ -96,7 +96,7 @@ def python_tree(response: str) -> ast.Module | None:
     """The response (or its last fenced block) as a syntax tree; None when it is not Python."""
     blocks = re.findall(r"```(?:python|py)?\n(.*?)```", response, re.DOTALL)
     try:
-        return ast.parse(blocks[-1] if blocks else response)
+        return parse(blocks[-1] if blocks else response)
     except (SyntaxError, ValueError):
         return None
 
