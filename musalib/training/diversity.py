@@ -13,6 +13,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from musalib.python_source import parse
+
 TOKEN = re.compile(r"[A-Za-z_]\w*|\d[\w.]*|<<<|>>>|::|->|[-+*/%&|^=!<>]=|&&|\|\||\+\+|--|<<|>>|[^\s\w]")
 CONTROL = ("for", "while", "if", "else", "switch")
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
