@@ -39,7 +39,12 @@ def rebuild(run: str | None = None) -> list[Path]:
     return written
 
 
-def write(stage: Stage, found: dict[str, Evaluation], controls: dict[str, Evaluation]) -> dict[str, Path]:
+def write(
+    stage: Stage,
+    found: dict[str, Evaluation],
+    controls: dict[str, Evaluation],
+    more_rft: dict[str, Evaluation],
+) -> dict[str, Path]:
     """Tables and figures of the run, in its folder and, where the profile says so, in figures/ too."""
     folder = stage.folder / "figures"
     rows = [tables.stage_rows(found), tables.stage_rows(controls, "control")]
@@ -47,7 +52,7 @@ def write(stage: Stage, found: dict[str, Evaluation], controls: dict[str, Evalua
     plots.draw("fig_rl_curves", tables.rl_curves(stage.run), folder)
     for name, table in (
         ("tab_stages", tables.stage_table(found)),
-        ("tab_gains", tables.gain_table(found, controls)),
+        ("tab_gains", tables.gain_table(found, controls, more_rft)),
     ):
         store.write_text(folder / f"{name}.csv", table.to_csv())
         store.write_text(folder / f"{name}.md", tables.markdown(table))

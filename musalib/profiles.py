@@ -36,21 +36,21 @@ class Profile:
 
     # unreliable base corpus and the base policy trained on it
     base_samples: int = 6000
-    base_dialogues: int = 600
-    base_checked: int = 200
+    base_dialogues: int = 500
+    base_checked: int = 100
     base_steps: int = 1200
     base_batch: int = 32
     base_learning_rate: float = 3e-3
 
     # verified corpus and SFT
-    sft_samples: int = 600
+    sft_samples: int = 560
     sft_steps: int = 60
     sft_batch: int = 16
     sft_learning_rate: float = 2e-4
 
     # rejection sampling and RFT: light on purpose, so that RL has something left to do
-    rft_tasks: int = 250
-    rft_samples: int = 8
+    rft_tasks: int = 150
+    rft_samples: int = 16
     rft_steps: int = 60
     rft_batch: int = 16
     rft_learning_rate: float = 2e-4
@@ -65,13 +65,13 @@ class Profile:
     # multi-turn RL
     multi_prompts: int = 8
     multi_group: int = 8
-    multi_steps: int = 30
+    multi_steps: int = 60
     multi_turns: int = 3
-    multi_learning_rate: float = 2e-4
+    multi_learning_rate: float = 5e-4
 
     # stabilisers; alpha is the paper's, the rest is undisclosed there and chosen here
     alpha: float = 0.75
-    retry_share: float = 0.25
+    retry_share: float = 0.1
     retry_capacity: int = 256
     mirror_pop_delta: float = 0.3
 

@@ -155,22 +155,39 @@ def reinforce(stage: Stage, policy: Path, sizes: dict[str, Any]) -> Path:
 
 # --- controls: the same steps without a reward ---------------------------------------------------------------
 
-# stage -> its folder, the policy it starts from, the data of the stage before, its sizes
+BASE_CORPUS, SFT_CORPUS = (DATA, "data/base_corpus.jsonl"), (DATA, "data/sft_corpus.jsonl")
+SINGLE, MULTI = ("04_rft", "policy"), ("05_rl_single_turn", "policy")
+POOLS = ("04_rft", "pools.jsonl")
+# stage -> its folder, the policy it starts from, data that no answer of the policy was rewarded for, its sizes
 CONTROLS = {
-    "sft": ("03_sft", (DATA, "base/policy"), (DATA, "data/base_corpus.jsonl"), "sft"),
-    "rft": ("04_rft", ("03_sft", "policy"), (DATA, "data/sft_corpus.jsonl"), "rft"),
-    "rl_single": ("05_rl_single_turn", ("04_rft", "policy"), ("04_rft", "pools.jsonl"), "rl"),
-    "rl_multi": ("06_rl_multi_turn", ("05_rl_single_turn", "policy"), ("04_rft", "pools.jsonl"), "multi"),
+    "sft": ("03_sft", (DATA, "base/policy"), BASE_CORPUS, "sft"),
+    "rft": ("04_rft", ("03_sft", "policy"), SFT_CORPUS, "rft"),
+    "rl_single": ("05_rl_single_turn", SINGLE, SFT_CORPUS, "rl"),
+    "rl_multi": ("06_rl_multi_turn", MULTI, SFT_CORPUS, "multi"),
+}
+# not without reward, but the harder question: what the same steps on RFT's verified pools would have given
+MORE_RFT = {
+    "rl_single": ("05_rl_single_turn", SINGLE, POOLS, "rl"),
+    "rl_multi": ("06_rl_multi_turn", MULTI, POOLS, "multi"),
 }
 
 
-def run_control(stage: Stage, of: str) -> Path:
-    """Where a stage would be without what it adds: its start policy and steps, on the data of the stage before."""
+def run_controls(stage: Stage, kind: str) -> dict[str, tables.Evaluation]:
+    """Train and evaluate the controls of one kind, "control" or "more_rft": stage -> evaluation.
+
+    Each starts where its stage starts and takes the same number of steps of as many sequences.
+    """
     from musalib.training.sft import train_sft
 
-    folder, start, data, size = CONTROLS[of]
-    config = supervised_config(stage.profile_of(folder), size, stage.seed)
-    return train_sft(stage.input(*start), stage.records(*data), stage.folder / f"control_{of}", config)
+    found = {}
+    for of, (folder, start, data, size) in {"control": CONTROLS, "more_rft": MORE_RFT}[kind].items():
+        config = supervised_config(stage.profile_of(folder), size, stage.seed)
+        name = f"{kind}_{of}"
+        policy = train_sft(stage.input(*start), stage.records(*data), stage.folder / name, config)
+        evaluate(stage, policy, f"eval_{name}", repairs=False)
+        found[of] = tables.Evaluation(stage.folder / f"eval_{name}.jsonl")
+        print(name, tables.percent(found[of].interval("avg_at_k")), flush=True)
+    return found
 
 
 # --- evaluation --------------------------------------------------------------------------------------------

@@ -96,14 +96,18 @@ def stage_table(found: dict[str, Evaluation]) -> pd.DataFrame:
     return pd.DataFrame(rows).T.rename_axis("% of final tasks")
 
 
-def gain_table(found: dict[str, Evaluation], controls: dict[str, Evaluation]) -> pd.DataFrame:
-    """Paired differences of Avg@k in points: each stage to the one before, and to its control without reward."""
+def gain_table(
+    found: dict[str, Evaluation], controls: dict[str, Evaluation], more_rft: dict[str, Evaluation]
+) -> pd.DataFrame:
+    """Paired differences of Avg@k in points: to the stage before, to the control without reward, to more RFT."""
     stages, rows = list(found), {}
     for before, stage in itertools.pairwise(stages):
         cells = {"over the stage before": gain(found[before], found[stage])}
         if stage in controls:
             cells["control over the stage before"] = gain(found[before], controls[stage])
             cells["over its control"] = gain(controls[stage], found[stage])
+        if stage in more_rft:
+            cells["over as much more RFT"] = gain(more_rft[stage], found[stage])
         rows[STAGES[stage]] = {name: percent(ends, signed=True) for name, ends in cells.items()}
     return pd.DataFrame(rows).T.rename_axis("points of Avg@k")
 
