@@ -39,7 +39,7 @@ from musalib.reward import reward
 from musalib.tasks import Task, TaskError
 from musalib.verdict import Verdict
 
-CHUNK = 128  # candidates whose builds are started together
+CHUNK = 64  # candidates whose builds are started together
 RETRIES = 2  # of a job that the machine failed
 
 
@@ -86,7 +86,7 @@ class MooreEval:
         listed = list(jobs)
         seeds = os.urandom(32)
         same: dict[str, futures.Future[Verdict]] = {}
-        with futures.ThreadPoolExecutor(self.workers) as pool, futures.ThreadPoolExecutor(1) as ahead:
+        with futures.ThreadPoolExecutor(self.workers) as pool, futures.ThreadPoolExecutor(self.workers) as ahead:
             chunks = [range(i, min(i + CHUNK, len(listed))) for i in range(0, len(listed), CHUNK)]
             started = [ahead.submit(self._prefetch, [listed[i] for i in chunk]) for chunk in chunks]
             try:

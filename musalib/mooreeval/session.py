@@ -18,6 +18,16 @@ from typing import Any
 from musalib.mooreeval import wire
 
 
+ZYGOTE_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    # huge pages for all of Python's memory: a fork copies a few hundred page table entries instead of 40,000
+    "PYTHONMALLOC": "malloc",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
 class InfraError(RuntimeError):
     """The machine's fault: a worker could not be started or died by itself. Never charged to a candidate."""
 
@@ -44,12 +54,7 @@ class Zygote:
             "shim": str(shim), "isolate": isolate, "memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds,
             "keep": [str(p) for p in keep], "scratch": str(keep[0]),
         }  # fmt: skip
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        environment = {**os.environ, **ZYGOTE_ENVIRONMENT}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "musalib.mooreeval.zygote", str(theirs.fileno()), json.dumps(settings)],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
