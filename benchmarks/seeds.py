@@ -72,7 +72,9 @@ def main() -> None:
         table.add_row(STAGES[stage], *(f"{r['stages'][stage]['avg_at_k'][0]:.1f}" for r in results))
     for name in ("over_control", "over_more_rft"):
         for stage in results[0][name]:
-            table.add_row(f"{STAGES[stage]} {name.replace('_', ' ')}", *(show(r[name][stage]) for r in results))
+            table.add_row(
+                f"{STAGES[stage]} {name.replace('_', ' ')}", *(show(r[name][stage]) for r in results)
+            )
     table.add_row("last stage over SFT", *(show(r["rl_multi_over_sft"]) for r in results))
     Console().print(table)
 

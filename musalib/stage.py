@@ -82,6 +82,11 @@ class MultiTurnParameters(Parameters):
     mirror_pop_delta: float | None = None
 
 
+@dataclass(frozen=True)
+class AblationParameters(Parameters):
+    more_rft: bool = False
+
+
 # --- one stage of one run ----------------------------------------------------------------------------------
 
 
@@ -92,6 +97,7 @@ class Stage:
         self.name = name
         self.run = parameters.run
         self.seed = parameters.seed
+        self.parameters = parameters
         self.profile = profiles.resolve(parameters.profile, dataclasses.asdict(parameters))
         self.folder = runs.artifacts_of(self.run, name)
         self._lock = runs.acquire(self.folder / ".lock", f"stage {name} of run {self.run!r}")

@@ -195,6 +195,8 @@ class Builder:
     def _may_share(self, request: BuildRequest) -> bool:
         if not request.simple_flags or not request.functions:
             return False
+        if any(missing and symbol in request.source for symbol, missing in self._symbols.items()):
+            return False  # it would only fail the link of everything it is built with
         scan = cpp_source.scan(request.source)
         return (
             scan.complete

@@ -86,7 +86,10 @@ class MooreEval:
         listed = list(jobs)
         seeds = os.urandom(32)
         same: dict[str, futures.Future[Verdict]] = {}
-        with futures.ThreadPoolExecutor(self.workers) as pool, futures.ThreadPoolExecutor(self.workers) as ahead:
+        with (
+            futures.ThreadPoolExecutor(self.workers) as pool,
+            futures.ThreadPoolExecutor(self.workers) as ahead,
+        ):
             chunks = [range(i, min(i + CHUNK, len(listed))) for i in range(0, len(listed), CHUNK)]
             started = [ahead.submit(self._prefetch, [listed[i] for i in chunk]) for chunk in chunks]
             try:

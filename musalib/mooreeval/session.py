@@ -17,7 +17,6 @@ from typing import Any
 
 from musalib.mooreeval import wire
 
-
 ZYGOTE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
