@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from musalib.mooreeval import feedback, judge, legality, wire
-from musalib.mooreeval.build import SAFE_FLAG, UNSAFE_FLAG, tidy
 from musalib.mooreeval.cpp_source import scan
+from musalib.mooreeval.diagnostics import tidy
 from musalib.mooreeval.extract import ExtractError, extract
-from musalib.mooreeval.requests import literal_requests
+from musalib.mooreeval.requests import SAFE_FLAG, UNSAFE_FLAG, literal_requests
 from musalib.python_source import parse
 from musalib.verdict import Verdict
 

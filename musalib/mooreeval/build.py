@@ -12,7 +12,6 @@ know, internal linkage.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -25,52 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from musalib.mooreeval import cpp_source
-from musalib.mooreeval.toolchain import LIGHT_FLAGS, OPTIMISATION, Toolchain
+from musalib.mooreeval.diagnostics import demangle, tidy
+from musalib.mooreeval.requests import BuildRequest, refusal
+from musalib.mooreeval.toolchain import LIGHT_FLAGS, Toolchain
 
-SAFE_FLAG = re.compile(
-    r"-(O[0-3sgz]?|Ofast|march=[\w.-]+|mtune=[\w.-]+|m(avx|sse|fma)[\w.-]*|f[\w-]+(=[\w.-]+)?|W[\w-]+(=\w+)?|D\w+(=[\w.]+)?|std=(c|gnu)\+\+\w+|pthread|lm|lgomp|fopenmp|w|g\d?)$"
-)
-UNSAFE_FLAG = re.compile(
-    r"-f(plugin|dump|profile|sanitize|save|instrument|callgraph|stack-usage|opt-info)|-f[\w-]+=.*[/]"
-)
 END = "MUSA_END_OF_CANDIDATE"
 MARKED_ERROR = re.compile(r"^(?:In file included.*\n)?(k\d+):\d+(?::\d+)?: (?:fatal )?error: ", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class BuildRequest:
-    """The arguments of one `load_inline` call. `functions` None means that the source binds itself."""
-
-    cpp: tuple[str, ...]
-    functions: tuple[str, ...] | None
-    cflags: tuple[str, ...] = ()
-    ldflags: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    cuda: tuple[str, ...] = ()
-    error_handling: bool = True
-    implicit_headers: bool = True
-    python_module: bool = True
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.__dict__, sort_keys=True, default=list).encode()).hexdigest()[
-            :24
-        ]
-
-    @property
-    def source(self) -> str:
-        return "\n".join(self.cpp)
-
-    @property
-    def optimisation(self) -> str:
-        return self.cflags[0] if self.cflags else ""
-
-    @property
-    def simple_flags(self) -> bool:
-        """No flags, or one -O level: what the light path has precompiled headers for."""
-        return not (self.ldflags or self.include or self.cuda) and self.python_module and self.implicit_headers and (
-            not self.cflags or (len(self.cflags) == 1 and self.cflags[0] in OPTIMISATION)
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,7 +41,6 @@ class Built:
     symbols: dict[str, str] | None = None
     category: str | None = None
     error: str | None = None
-    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,27 +103,8 @@ class Builder:
                 )
 
     def _tiered(self, request: BuildRequest, work: Path) -> Built:
-        if request.cuda:
-            return Built(
-                "none",
-                category="compile_error:backend",
-                error="cuda_sources need the cuda backend; this verdict is for cpu",
-            )
-        for flag in (*request.cflags, *request.ldflags):
-            if not SAFE_FLAG.match(flag) or UNSAFE_FLAG.search(flag):
-                return Built(
-                    "none", category="compile_error:flags", error=f"compiler flag {flag!r} is not accepted"
-                )
-        if request.include:
-            return Built("none", category="compile_error:flags", error="extra_include_paths are not accepted")
-        for part in request.cpp:
-            for name in cpp_source.scan(part).includes:
-                if name.startswith(("/", ".")) or ".." in name or "../" in name:
-                    return Built(
-                        "none",
-                        category="compile_error:missing_header",
-                        error=f"fatal error: {name}: No such file or directory",
-                    )
+        if refused := refusal(request):
+            return Built("none", category=refused[0], error=refused[1])
         if self.plain:
             return self._plain(request, work)
         error = self._oracle([request], work)
@@ -299,7 +238,7 @@ class Builder:
                 done = self.toolchain.run(arguments, self.timeout_s, work)
                 self._symbols[symbol] = "undefined reference" in done.stderr
             if self._symbols[symbol]:
-                return _demangle(symbol)
+                return demangle(symbol)
         return None
 
     def _oracle(self, group: list[BuildRequest], work: Path) -> str | None:
@@ -390,32 +329,3 @@ def _binding(request: BuildRequest) -> list[str]:
     bind = (lambda f: f"torch::wrap_pybind_function({f})") if request.error_handling else (lambda f: f)
     body = [f'm.def("{f}", {bind(f)}, "{f}");' for f in request.functions]
     return ["PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {", *body, "}"]
-
-
-def _demangle(symbol: str) -> str:
-    done = (
-        subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=False)
-        if shutil.which("c++filt")
-        else None
-    )
-    return done.stdout.strip() if done and done.stdout.strip() else symbol
-
-
-def tidy(text: str) -> str:
-    """The compiler's first error in the candidate's own line numbers, without paths of this machine."""
-    lines = [line for line in text.splitlines() if "compilation terminated" not in line]
-    at = next(
-        (
-            i
-            for i, line in enumerate(lines)
-            if re.search(r": (fatal )?error: |undefined reference|ld returned", line)
-        ),
-        0,
-    )
-    picked = []
-    for line in lines[at : at + 4]:
-        line = re.sub(r"^k\d+:(\d+)(?::\d+)?:", r"cpp_sources:\1:", line)
-        line = re.sub(r"^binding:\d+(?::\d+)?:", "functions:", line)
-        line = re.sub(r"(/[\w.+-]+)+/", "", line)
-        picked.append(line.rstrip())
-    return "\n".join(picked)[:1200] or "the compiler failed without a message"

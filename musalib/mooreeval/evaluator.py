@@ -26,12 +26,12 @@ from typing import Any
 
 import musalib
 from musalib.mooreeval import legality
-from musalib.mooreeval.build import Builder, BuildRequest
+from musalib.mooreeval.build import Builder
 from musalib.mooreeval.config import EvalConfig
 from musalib.mooreeval.examination import Examination
 from musalib.mooreeval.extract import ExtractError, extract
 from musalib.mooreeval.reference import Reference
-from musalib.mooreeval.requests import literal_requests
+from musalib.mooreeval.requests import BuildRequest, literal_requests
 from musalib.mooreeval.session import InfraError, Zygote
 from musalib.mooreeval.toolchain import Toolchain, cache_root
 from musalib.mooreeval.verdict_store import VerdictStore

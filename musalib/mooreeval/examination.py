@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from musalib.mooreeval import judge, legality
-from musalib.mooreeval.build import Builder, BuildRequest
+from musalib.mooreeval.build import Builder
 from musalib.mooreeval.config import EvalConfig
 from musalib.mooreeval.cpp_source import Finding
 from musalib.mooreeval.reference import Reference
+from musalib.mooreeval.requests import BuildRequest
 from musalib.mooreeval.session import Job, JobError
 from musalib.mooreeval.timing import measure
 from musalib.mooreeval.wire import WireError, send
