@@ -36,9 +36,9 @@ class Profile:
 
     # unreliable base corpus and the base policy trained on it
     base_samples: int = 6000
-    base_dialogues: int = 500
+    base_dialogues: int = 400
     base_checked: int = 100
-    base_steps: int = 1000
+    base_steps: int = 900
     base_batch: int = 32
     base_learning_rate: float = 3e-3
 
@@ -49,7 +49,7 @@ class Profile:
     sft_learning_rate: float = 2e-4
 
     # rejection sampling and RFT: light on purpose, so that RL has something left to do
-    rft_tasks: int = 150
+    rft_tasks: int = 110
     rft_samples: int = 16
     rft_steps: int = 60
     rft_batch: int = 16
@@ -59,13 +59,13 @@ class Profile:
     rl_tasks: int = 1500
     rl_prompts: int = 8
     rl_group: int = 16
-    rl_steps: int = 60
+    rl_steps: int = 50
     rl_learning_rate: float = 5e-4
 
     # multi-turn RL
     multi_prompts: int = 8
     multi_group: int = 8
-    multi_steps: int = 60
+    multi_steps: int = 45
     multi_turns: int = 3
     multi_learning_rate: float = 5e-4
 

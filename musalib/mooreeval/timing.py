@@ -17,7 +17,7 @@ from typing import Any
 
 from musalib.mooreeval.session import Job, JobError
 
-BLOCK_S = 0.002  # at least this much work between two looks at the clock
+BLOCK_S = 0.001  # at least this much work between two looks at the clock
 WINDOW = 8  # outputs of a block that are kept, any of which may be asked for
 _core = threading.Lock()  # one timing at a time per judge: two would share a core's caches
 
