@@ -38,7 +38,7 @@ class Profile:
     base_samples: int = 6000
     base_dialogues: int = 400
     base_checked: int = 100
-    base_steps: int = 900
+    base_steps: int = 1200
     base_batch: int = 32
     base_learning_rate: float = 3e-3
 
