@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("-k", type=positive(int), default=8, help="samples per task (default: 8)")
     evaluate.add_argument(
-        "--out", metavar="EVAL.jsonl", help="rows, kept for resuming (default: beside the policy)"
+        "--out", metavar="EVAL.jsonl", help="rows, kept for resuming (default: POLICY-eval.jsonl here)"
     )
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--json", action="store_true", help="print the summary as one JSON object")

@@ -227,7 +227,7 @@ def load_suite(suite: str, levels: set[int]) -> list[Task]:
 def evaluate_on_suite(
     policy: str, tasks: list[Task], backend: str, config: EvalConfig, k: int, seed: int, out: str | None
 ) -> dict[str, Any]:
-    """`musalib evaluate`: summary of a policy on any suite; rows are kept beside the policy or in `out`."""
+    """`musalib evaluate`: summary of a policy on any suite; rows are kept in `out`, by default in the working directory."""
     from musalib.mooreeval import MooreEval
     from musalib.training.evaluation import evaluate_policy, summarize
 
