@@ -72,19 +72,6 @@ def artifacts_of(name: str, stage: str) -> Path:
     return folder_of(name) / "artifacts" / stage
 
 
-def latest_run() -> str | None:
-    """Name of the finished run whose manifest is newest; None when there is none."""
-    done = [p for p in runs_root().glob("*/manifest.json") if _status(p) == "done"]
-    return max(done, key=lambda p: p.stat().st_mtime).parent.name if done else None
-
-
-def _status(manifest: Path) -> str | None:
-    try:
-        return store.read_json(manifest).get("status")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
 class Run:
     """One run folder. Opening checks its format and parameters; `begin`/`finish` keep the manifest."""
 

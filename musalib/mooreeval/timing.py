@@ -2,8 +2,7 @@
 
 Both sides answer the same message protocol, so the message cost is in both; what rewriting the inputs costs is
 measured by blocks without calls and taken off. The estimate is the median of pair ratios, which neighbours' noise
-moves least (`docs`: interleaved pairs against block means). Some timed outputs, chosen by the judge after the block,
-are compared like any other.
+moves least. Some timed outputs, chosen by the judge after the block, are compared like any other.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from musalib.mooreeval.session import Job, JobError
+from musalib.mooreeval.session import Job
 
 BLOCK_S = 0.001  # at least this much work between two looks at the clock
 WINDOW = 8  # outputs of a block that are kept, any of which may be asked for
@@ -111,6 +110,3 @@ def _calls_per_block(side: _Side, sets: int) -> int:
         if elapsed >= BLOCK_S or calls >= 4096:
             return calls
         calls = min(4096, max(calls * 2, int(calls * BLOCK_S / max(elapsed, 1e-6))))
-
-
-__all__ = ["JobError", "Timing", "measure"]
